@@ -1,0 +1,1 @@
+"""The prefix-trie KV cache."""

@@ -1,0 +1,60 @@
+"""What a request will reuse and why not more: plain values, no MLX.
+
+The plan is decided before anything is touched, so that it can be tested, shown by ``--dry-run``
+and told in a footer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CauseCode = Literal[
+    "first",  # nothing of this prompt was seen before
+    "diverged",  # a stored sequence shares a prefix and then differs
+    "extended",  # the prompt goes on where the stored sequence ends
+    "evicted",  # the tokens are known but their rows were given up
+    "snapshot",  # rows are held, but a layer's state can be restored only at an earlier snapshot
+    "seed",  # one token is always evaluated to start decoding
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason why tokens are recomputed.
+
+    Attributes:
+        code: the kind of reason.
+        text: the reason as a phrase for people.
+        tokens: how many tokens it costs.
+        at: the absolute position where it begins.
+    """
+
+    code: CauseCode
+    text: str
+    tokens: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a prompt of ``reused + restored + recomputed`` tokens will be served.
+
+    Attributes:
+        prompt: tokens in the prompt.
+        reused: tokens that stay where they are in the live cache.
+        restored: tokens whose rows are read in from pages.
+        recomputed: tokens to prefill (the last one always).
+        why: reasons for ``recomputed``; their tokens add up to it.
+    """
+
+    prompt: int
+    reused: int
+    restored: int
+    recomputed: int
+    why: tuple[Cause, ...] = ()
+
+    @property
+    def cached(self) -> int:
+        """Tokens that need no prefill."""
+        return self.reused + self.restored

@@ -1,0 +1,123 @@
+"""An immutable description of a prefix cache, for widgets, tests, plans and ``%llm tree``.
+
+The engine thread publishes a new ``TreeView`` after each change; every other thread only reads
+what was published and never waits for the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Residence = Literal["live", "device", "host", "disk", "gone"]
+MarkKind = Literal["system", "turn", "prompt", "answer", "branch", "periodic", "interrupt", "tip"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """Rows of tokens ``[start, end)``: at most 256, boundaries at absolute multiples of 256."""
+
+    start: int
+    end: int
+    residence: Residence
+    nbytes: int
+    last_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkView:
+    """A snapshot of the layers that can be restored only at its offset ``at``."""
+
+    at: int
+    kind: MarkKind
+    residence: Residence
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node of the trie: the edge ``[start, end)`` that leads to it and what it holds.
+
+    Attributes:
+        id: stable over the node's life; 0 is the root.
+        start: absolute position of the edge's first token.
+        end: one past its last token (the root has ``start == end == 0``).
+        tokens: int32, shape (end - start,), read-only.
+        children: in the order of their first use.
+        pages: cover ``[start, end)`` without gaps; given-up ones have residence ``"gone"``.
+        marks: by ascending ``at``, each in ``(start, end]``.
+        uses: requests that restored or wrote rows of this node.
+        last_used: the request counter at the last such use.
+        owners: the cells and branches whose tip lies here.
+        active: on the path that the live cache holds.
+        text: the edge decoded, filled in by ``Engine.tree``; lossy where a character is split.
+    """
+
+    id: int
+    start: int
+    end: int
+    tokens: np.ndarray
+    children: tuple[NodeView, ...] = ()
+    pages: tuple[PageView, ...] = ()
+    marks: tuple[MarkView, ...] = ()
+    uses: int = 0
+    last_used: int = 0
+    owners: tuple[str, ...] = ()
+    active: bool = False
+    text: str = ""
+
+    @property
+    def held(self) -> int:
+        """Tokens of the edge whose rows are somewhere (not gone)."""
+        return sum(p.end - p.start for p in self.pages if p.residence != "gone")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own that the node's pages and marks hold (live rows count 0)."""
+        return sum(p.nbytes for p in self.pages) + sum(m.nbytes for m in self.marks)
+
+
+def _empty_root() -> NodeView:
+    return NodeView(id=0, start=0, end=0, tokens=np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """A whole prefix cache at one moment.
+
+    Attributes:
+        model: the model's short name.
+        root: the root node; everything hangs below it.
+        live: tokens that the live cache holds.
+        live_bytes: bytes of the live cache's buffers, spare rows included.
+        stored_bytes: bytes of pages and snapshots outside the live cache.
+        budget: bytes that ``live_bytes + stored_bytes`` may reach.
+        page_size: tokens in a full page.
+        clock: the request counter, the unit of ``last_used``.
+        layers: how many leaf caches of each kind, such as ``(("rows", 30),)``.
+        version: grows with every published change.
+    """
+
+    model: str = ""
+    root: NodeView = field(default_factory=_empty_root)
+    live: int = 0
+    live_bytes: int = 0
+    stored_bytes: int = 0
+    budget: int = 0
+    page_size: int = 256
+    clock: int = 0
+    layers: tuple[tuple[str, int], ...] = ()
+    version: int = 0
+
+    def nodes(self) -> Iterator[NodeView]:
+        """All nodes but the root, parents before children."""
+        stack = list(reversed(self.root.children))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children))

@@ -1,0 +1,1 @@
+"""Turns, branches and answers as plain data; knows no IPython and no MLX."""

@@ -1,0 +1,1 @@
+"""Runs requests on one thread; knows no IPython."""

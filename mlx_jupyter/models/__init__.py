@@ -1,0 +1,1 @@
+"""From a name to something that can run."""

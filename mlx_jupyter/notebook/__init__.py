@@ -1,0 +1,1 @@
+"""The IPython side: grammar, magics, display."""

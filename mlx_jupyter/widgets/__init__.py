@@ -1,0 +1,1 @@
+"""Views of the engine: anywidget Python halves and static forms."""
