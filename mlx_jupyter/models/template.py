@@ -1,0 +1,168 @@
+"""Messages to token ids: pure, byte-stable, and message content stays data.
+
+Contents are replaced by unique sentinels, the chat template is rendered, and the text is cut at
+the sentinels: control tokens are parsed in the template's part only. The same cut shows where an
+earlier answer stands, so that the ids that the model generated are used again as they are.
+
+The template is rendered with the real contents too. Where both texts agree, the template treats
+the content as opaque and the cut is exact. Where they don't (a template that escapes or looks
+into a content), sentinels stand for control tokens' texts alone, which no template looks into.
+
+Never changes the caller's messages; never looks at what is cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlx_jupyter.conversation.answer import Message
+from mlx_jupyter.errors import BadRequest
+from mlx_jupyter.models.codec import Codec, codec_of, common_prefix
+from mlx_jupyter.models.messages import canonical, normalise, plain, valid
+from mlx_jupyter.models.sentinels import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mlx_jupyter.cache.view import MarkKind
+
+__all__ = ["Rendered", "encode_raw", "lint", "message_at", "normalise", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the model sees it.
+
+    Attributes:
+        ids: token ids.
+        marks: ascending (offset, kind): ``"system"`` where the system prompt's block ends,
+            ``"turn"`` where a later message's block ends, ``"prompt"`` where the conversation
+            ends and the tail that starts the answer begins.
+        text: the rendered text.
+    """
+
+    ids: tuple[int, ...]
+    marks: tuple[tuple[int, MarkKind], ...]
+    text: str
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    generation: bool = True,
+) -> Rendered:
+    """Render a conversation with the tokenizer's chat template.
+
+    Args:
+        tokenizer: mlx-lm's ``TokenizerWrapper`` or a transformers tokenizer.
+        messages: the conversation; mappings may carry what the template knows beyond role and
+            content, such as ``tool_calls`` and ``reasoning_content``.
+        tools: schemas of the tools; the order of their keys doesn't matter.
+        generation: whether to add the tail that starts the next answer.
+
+    Raises:
+        BadRequest: the template refuses the conversation, or there is no template.
+        ComputeError: the template itself is broken.
+    """
+    codec = codec_of(tokenizer)
+    given = [plain(message) for message in messages]
+    ids = {
+        i: message.ids
+        for i, message in enumerate(messages)
+        if isinstance(message, Message) and message.ids and message.role == "assistant"
+    }
+    if not _has_template(tokenizer):
+        return _without_template(codec, given)
+    source = Source(tokenizer, codec, given, ids, canonical(list(tools)) if tools else None)
+    cut = source.cut(generation)
+    encoded = codec.encode(cut.spans)
+    marks: dict[int, MarkKind] = {}
+    for at, kind in cut.boundaries(codec, [message["role"] for message in given]):
+        offset = encoded.offset(at)
+        if offset:
+            marks[offset] = "system" if marks.get(offset) == "system" and kind == "turn" else kind
+    return Rendered(encoded.ids, tuple(sorted(marks.items())), cut.text)
+
+
+def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Ids of a raw prompt: control tokens in it are parsed, no template.
+
+    The first token that the tokenizer would add to a plain text is added unless it is there.
+
+    Raises:
+        BadRequest: the text is empty.
+    """
+    if not text:
+        raise BadRequest("The prompt is empty. Write something for the model to go on from.")
+    codec = codec_of(tokenizer)
+    ids = tuple(codec.parse([valid(text, "The prompt")])[0])
+    bos = codec.bos()
+    return ids if ids[: len(bos)] == bos else bos + ids
+
+
+def _has_template(tokenizer: Any) -> bool:
+    known = getattr(tokenizer, "has_chat_template", None)
+    if isinstance(known, bool):
+        return known
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def _without_template(codec: Codec, messages: Sequence[dict[str, Any]]) -> Rendered:
+    if [message["role"] for message in messages] != ["user"]:
+        raise BadRequest(
+            "The model has no chat template, so it can't hold a conversation or take a system "
+            "prompt. Send one prompt alone, or use --raw."
+        )
+    text = messages[0]["content"]
+    ids = (*codec.bos(), *codec.data(text, first=True))
+    return Rendered(ids, ((len(ids), "prompt"),), text)
+
+
+def message_at(rendered: Rendered, messages: Sequence[Message], at: int) -> int:
+    """Index of the message whose block holds token ``at``.
+
+    The last index when ``at`` lies in the tail that starts the next answer.
+    """
+    ends = [offset for offset, kind in rendered.marks if kind != "prompt"]
+    own_system = bool(messages) and messages[0].role == "system"
+    if not own_system and any(kind == "system" for _, kind in rendered.marks):
+        ends = ends[1:]  # the template's own system prompt comes before the first message
+    return min(sum(end <= at for end in ends), len(messages) - 1)
+
+
+def lint(tokenizer: Any) -> list[str]:
+    """Check that a tokenizer's chat template lets a growing conversation reuse its beginning.
+
+    Returns:
+        One line for people for each fault found; nothing for a sound template.
+    """
+    if not _has_template(tokenizer):
+        return ["The model has no chat template: it takes single prompts only."]
+    codec = codec_of(tokenizer)
+    asked = [Message("user", "What is two and two?")]
+    first = render(tokenizer, asked)
+    if render(tokenizer, asked) != first:
+        return ["The chat template gives another text each time (a clock?): nothing is reused."]
+    answers = ["Four."]
+    if codec.tags:
+        answers.append("<think>\nTwo and two.\n</think>\n\nFour.")
+    found = []
+    for answer in answers:
+        ids = tuple(codec.parse([answer])[0])
+        talk = [*asked, Message("assistant", answer, ids), Message("user", "And one more?")]
+        second = render(tokenizer, talk)
+        old = first.ids + ids
+        same = common_prefix(old, second.ids)
+        if same < len(old):
+            number = message_at(second, talk, same)
+            was, now = codec.decode(old[same : same + 1]), codec.decode(second.ids[same : same + 1])
+            what = "a thinking answer" if answer in answers[1:] else "an answer"
+            found.append(
+                f"After {what} the chat template writes the conversation anew from token {same:,} "
+                f"({was!r} becomes {now!r}, in message {number + 1}, the {talk[number].role}'s): "
+                "what follows is computed again."
+            )
+    return found
