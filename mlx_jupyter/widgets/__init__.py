@@ -1,1 +1,26 @@
-"""Views of the engine: anywidget Python halves and static forms."""
+"""Views of the engine: anywidget Python halves and static forms.
+
+Everything here reads immutable descriptions (``cache/view.py``, ``cache/plan.py``) and never the
+cache itself. Importing this package loads no widget library; ``TrieView`` is fetched when used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_jupyter.widgets.trie import TrieView as TrieView
+
+__all__ = ["TrieView"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "TrieView":
+        from mlx_jupyter.widgets.trie import TrieView
+
+        return TrieView
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

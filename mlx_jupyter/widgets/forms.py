@@ -1,0 +1,143 @@
+"""Static forms of the prefix cache: text for terminals, a picture for saved notebooks.
+
+The picture is an SVG in the data URI of an ``<img>``: that is the one form of a drawing that
+survives an untrusted notebook, nbconvert and GitHub. Both forms show the branches that matter (the
+active one, then the latest used) and say how many they leave out. All text passes through
+``tree_data.visible``; nothing of a model's output is ever markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+
+from mlx_jupyter.widgets.picture import Picture
+from mlx_jupyter.widgets.tree_data import (
+    EMPTY,
+    RESIDENCES,
+    clip_cells,
+    counted,
+    held_tokens,
+    human_bytes,
+    label,
+    latest_branches,
+    node_bytes,
+    summary,
+    tree_json,
+)
+
+if TYPE_CHECKING:
+    from mlx_jupyter.cache.view import TreeView
+    from mlx_jupyter.widgets.tree_data import NodeJson, TreeJson
+
+TEXT_LINES = 80
+PICTURE_LANES = 24
+
+
+def tree_text(view: TreeView, *, width: int = 100) -> str:
+    """The tree as plain text, one node a line, no line wider than ``width`` terminal cells.
+
+    Columns: a star on the active path, token range, tokens held, where their rows are, bytes of
+    the node's own, uses, then the decoded text with its owners and snapshots.
+    """
+    whole = tree_json(view)
+    title = f"{whole['model'] or 'No model'} · {summary(whole)}"
+    if not whole["nodes"]:
+        return "\n".join(clip_cells(line, width) for line in (title, EMPTY))
+    tree, hidden = latest_branches(whole, TEXT_LINES // 2)
+    nodes = tree["nodes"][:TEXT_LINES]
+    rows = [_columns(node) for node in nodes]
+    names = ("tokens", "held", "where", "bytes", "uses")
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    guides = _guides(tree)
+    room = max(8, width - sum(widths) - 2 * len(widths) - 2)
+    lines = [title, "", "  " + _aligned(names, widths) + "  text"]
+    for node, row in zip(nodes, rows, strict=True):
+        star = "* " if node.get("active") else "  "
+        guide = clip_left(guides[node["id"]], max(0, room // 3))
+        lines.append(star + _aligned(row, widths) + "  " + guide + _told(node, room - len(guide)))
+    if hidden:
+        lines.append(f"… and {counted(hidden, 'branch', 'branches')} used less recently")
+    elif len(nodes) < len(tree["nodes"]):
+        lines.append(f"… and {counted(len(tree['nodes']) - len(nodes), 'node', 'nodes')} more")
+    if any(node.get("active") for node in nodes):
+        lines.append("* held by the live cache")
+    return "\n".join(clip_cells(line, width).rstrip() for line in lines)
+
+
+def _columns(node: NodeJson) -> tuple[str, str, str, str, str]:
+    where = [name for name in RESIDENCES if any(run[2] == name for run in node["runs"])]
+    own = node_bytes(node)
+    return (
+        f"{node['start']}–{node['end']}",
+        str(held_tokens(node)),
+        "+".join(where) if len(where) < 3 else "mixed",
+        human_bytes(own) if own else "–",
+        str(node["uses"]),
+    )
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    left = {2}
+    cells = (
+        cell.ljust(width) if i in left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join(cells)
+
+
+def _told(node: NodeJson, room: int) -> str:
+    """The node's text, clipped so that its owners and snapshots stay readable."""
+    notes = ""
+    if owners := node.get("owners"):
+        notes += "  ← " + ", ".join(owners)
+    if marks := node.get("marks"):
+        notes += "  ◆ " + ", ".join(f"{mark[1]} {mark[0]}" for mark in marks)
+    notes = clip_cells(notes, room // 2)
+    return clip_cells(label(node["text"]), room - cell_len(notes)) + notes
+
+
+def _guides(tree: TreeJson) -> dict[int, str]:
+    """Box-drawing prefixes by node id."""
+    last: dict[int, int] = {node["parent"]: node["id"] for node in tree["nodes"]}
+    trunk: dict[int, str] = {}
+    guides: dict[int, str] = {}
+    for node in tree["nodes"]:
+        key, parent = node["id"], node["parent"]
+        final = last[parent] == key
+        if parent in trunk:
+            guides[key] = trunk[parent] + ("└ " if final else "├ ")
+            trunk[key] = trunk[parent] + ("  " if final else "│ ")
+        else:
+            guides[key] = trunk[key] = ""
+    return guides
+
+
+def clip_left(guide: str, width: int) -> str:
+    """The end of a deep guide, so that the text beside it keeps its room."""
+    return guide if len(guide) <= width else "…" + guide[len(guide) - width + 1 :]
+
+
+def tree_svg(view: TreeView, *, width: int = 960, dark: bool = False) -> str:
+    """The tree as a static icicle: x = token position, one lane per branch.
+
+    The picture has a card of its own in a light or dark shade and is valid XML whatever the
+    model's text contains.
+    """
+    whole = tree_json(view)
+    tree, hidden = latest_branches(whole, PICTURE_LANES)
+    return Picture(whole, tree, hidden, "dark" if dark else "light", width).draw()
+
+
+def tree_html(view: TreeView, *, width: int = 960, dark: bool = False) -> str:
+    """The picture as an ``<img>`` with a data URI."""
+    svg = tree_svg(view, width=width, dark=dark)
+    uri = base64.b64encode(svg.encode()).decode()
+    alt = html.escape(tree_json(view)["alt"], quote=True)
+    return (
+        f'<img src="data:image/svg+xml;base64,{uri}" alt="{alt}" width="{width}" '
+        f'style="max-width: 100%; height: auto">'
+    )
