@@ -36,15 +36,21 @@ def byte_letters() -> list[str]:
 
 
 def chatml_tokenizer(
-    template: str | None = CHATML, specials: Sequence[str] = ("<|im_start|>", "<|im_end|>")
+    template: str | None = CHATML,
+    specials: Sequence[str] = ("<|im_start|>", "<|im_end|>"),
+    words: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """One token a byte, ids 0..255 equal to the bytes' values, then the special tokens.
 
     Args:
         template: the chat template; None for a tokenizer without one.
-        specials: control tokens, ids from 256; the last one ends a generation.
+        specials: control tokens, ids from 256 (after ``words``); the last one ends a generation.
+        words: tokens that decode but that no text is encoded into, ids from 256.
     """
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    letters = byte_letters()
+    vocabulary = {letter: byte for byte, letter in enumerate(letters)}
+    for word in words:
+        vocabulary["".join(letters[byte] for byte in word.encode())] = len(vocabulary)
     return _finish(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), template, specials)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,8 @@ class Masks:
         parts = [text]
         if assistant and self._codec.tags:
             parts = re.split("(" + "|".join(map(re.escape, self._codec.tags)) + ")", text)
-        masked = "".join(p if p in self._codec.tags else self._core(p, owner) for p in parts)
+        # The split puts the tags at odd places.
+        masked = "".join(p if i % 2 else self._core(p, owner) for i, p in enumerate(parts))
         self.masked[owner] = masked
         return masked
 
@@ -171,8 +172,14 @@ class Source:
                     )
                 return cut
             first = first or (cut, masks)
-        if first is not None and self._shows_all(*first, "system", "user", "tool"):
-            return first[0]  # the template would take data for structure; it isn't let
+        if first is not None:
+            cut, masks = first
+            own = [span.text for span in cut.spans if not span.data]
+            control = self.codec.pattern.findall
+            if control(real) == [found for text in own for found in control(text)]:
+                return Cut((Span(real),), real, None)  # changed by the template beyond danger
+            if self._shows_all(cut, masks, "system", "user", "tool"):
+                return cut  # the template would take data for structure; it isn't let
         raise BadRequest(
             "The model's chat template reads meaning into a control token's text in a message. "
             "Take it out, or use --raw."
@@ -183,13 +190,19 @@ class Source:
         tools = masks.control(self.tools)
         try:
             text = self._apply(masked, tools, generation)
-            bare = self._apply(masked, tools, False) if generation else text
         except (BadRequest, ComputeError):
             return None
-        spans = self._spans(masks, text)
+        try:
+            other = self._apply(masked, tools, not generation)
+        except (BadRequest, ComputeError):
+            other = ""
+        bare, led = (other, text) if generation else (text, other)
+        tail = led[len(bare) :] if bare and led.startswith(bare) else None
+        spans = self._spans(masks, text, tail)
         full = "".join(span.text for span in spans)
-        tail = len(full) - len(text) + len(bare) if text.startswith(bare) else None
-        return Cut(spans, full, tail)
+        if tail is None:
+            return Cut(spans, full, None)
+        return Cut(spans, full, len(full) - len(tail) if generation else len(full))
 
     def _mask(
         self, masks: Masks, index: int, message: dict[str, Any], whole: bool
@@ -202,7 +215,7 @@ class Source:
         masked = masks.content(content, index, assistant=assistant)
         return {"role": message["role"], "content": masked, **rest}
 
-    def _spans(self, masks: Masks, text: str) -> tuple[Span, ...]:
+    def _spans(self, masks: Masks, text: str, tail: str | None) -> tuple[Span, ...]:
         spans: list[Span] = []
         at = 0
         for found in masks.pattern.finditer(text):
@@ -211,26 +224,42 @@ class Source:
             span = masks.table[int(found[1])]
             start, end, answer = found.start(), found.end(), [span]
             if span.owner in self.ids:
-                start, end, answer = self._answer(masks, text, found, span.owner, at)
+                start, end, answer = self._answer(masks, text, found, at, tail)
             spans += [Span(text[at:start]), *answer]
             at = end
         return (*spans, Span(text[at:]))
 
     def _answer(
-        self, masks: Masks, text: str, found: re.Match[str], owner: int, low: int
+        self, masks: Masks, text: str, found: re.Match[str], low: int, tail: str | None
     ) -> tuple[int, int, list[Span]]:
         """How much of an answer stands around a sentinel, as it was, and its ids.
+
+        Args:
+            masks: what ``text`` was rendered with.
+            text: the rendered text.
+            found: the sentinel in it.
+            low: nothing before this belongs to the answer.
+            tail: what the template writes before a new answer.
 
         Returns:
             Start and end in ``text``, and the spans that stand for it.
         """
+        core = masks.table[int(found[1])]
+        owner = core.owner
+        assert owner is not None
         units = masks.units(masks.masked[owner])
         first = units.index(found[0])
         last = first + 1
         start, end = found.span()
-        while first and text.endswith(units[first - 1], low, start):
-            first -= 1
-            start -= len(units[first])
+        # White space before the sentinel is the answer's only if the tail stands before it.
+        at, back = start, first
+        while tail and not text.endswith(tail, low, at):
+            if not back or not text.endswith(units[back - 1], low, at):
+                break
+            back -= 1
+            at -= len(units[back])
+        else:
+            start, first = at, back
         while last < len(units) and text.startswith(units[last], end):
             end += len(units[last])
             last += 1
@@ -238,7 +267,8 @@ class Source:
         shown = masks.undo("".join(units[first:last]))
         ids, size = own_ids(self.codec, self.ids[owner], before, shown)
         if not ids:
-            return *found.span(), [masks.table[int(found[1])]]
+            # Tokenised apart, so that the tokens before it stay those of the prompt back then.
+            return *found.span(), [replace(core, ids=tuple(self.codec.data(core.text)))]
         spans = [Span(shown[:size], data=True, ids=ids, owner=owner)]
         if size < len(shown):
             spans.append(Span(shown[size:], data=True, owner=owner))
