@@ -200,6 +200,6 @@ def ensure() -> BlasStatus:
         return _status
 
 
-def status() -> BlasStatus | None:
-    """What ``ensure`` did, or None when it hasn't been called."""
-    return _status
+def status() -> BlasStatus:
+    """What ``ensure`` did; it is called now if it wasn't before."""
+    return _status or ensure()

@@ -1,0 +1,194 @@
+"""Models from the Hugging Face Hub, through ``huggingface_hub`` in a child process.
+
+The child takes the user's settings (``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME``, tokens,
+timeouts) as ``huggingface_hub`` reads them, resumes what an earlier run left, and reports on its
+standard output, one JSON object a line: progress, then a path or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_jupyter.models import child
+from mlx_jupyter.models.child import ChildFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_WANTED = (
+    "*.json",
+    "model*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+)
+
+
+def endpoint() -> str:
+    """The hub's address in force."""
+    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
+
+
+def fetch(
+    repository: str,
+    directory: Path,
+    progress: Callable[[str, int, int], None],
+    cancelled: Callable[[], bool],
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The local snapshot of a repository, downloaded as far as it isn't there yet.
+
+    Args:
+        repository: ``owner/name``.
+        directory: an empty directory for the child's output.
+        progress: called with (text, bytes done, bytes in all).
+        cancelled: looked at all the time; what was downloaded stays for the next try.
+        trust_remote_code: whether the repository's Python files are fetched and may be run.
+
+    Raises:
+        Interrupted: cancelled.
+        ChildFailed: anything else, in one line.
+    """
+    log = directory / "hub.txt"
+    seen = 0
+    reports: list[dict[str, Any]] = []
+
+    def measure() -> int:
+        nonlocal seen
+        fresh, seen = _reports(log, seen)
+        for report in fresh:
+            reports.append(report)
+            if "done" in report:
+                progress(f"Fetching {repository}", report["done"], report["total"])
+        last = reports[-1] if reports else {}
+        return int(last.get("done", len(reports)))
+
+    flags = ["--trust-remote-code"] if trust_remote_code else []
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "mlx_jupyter.models.hub", repository, *flags]
+    try:
+        child.run(command, log, measure=measure, cancelled=cancelled, env=quiet)
+    except ChildFailed:
+        measure()
+        for report in reports:
+            if "error" in report:
+                raise ChildFailed(report["error"]) from None
+        raise
+    measure()
+    for report in reports:
+        if "path" in report:
+            return Path(report["path"])
+    raise ChildFailed(child.last_line(log) or "the download ended without a result")
+
+
+def _reports(log: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines after byte ``start`` that are reports, and where they end."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read()
+    except OSError:
+        return [], start
+    whole = text[: text.rfind(b"\n") + 1]
+    lines = [line for line in whole.splitlines() if line.startswith(b'{"mlx_jupyter"')]
+    found = [json.loads(line)["mlx_jupyter"] for line in lines]
+    return found, start + len(whole)
+
+
+# --- the child's side -----------------------------------------------------------------------
+
+
+def _report(**report: Any) -> None:
+    sys.stdout.write(json.dumps({"mlx_jupyter": report}) + "\n")
+    sys.stdout.flush()
+
+
+def _download(repository: str, *, trust_remote_code: bool) -> str:
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+
+    patterns = [*_WANTED, "*.py"] if trust_remote_code else list(_WANTED)
+    config = json.loads(Path(hf_hub_download(repository, "config.json")).read_text())
+    if isinstance(config, dict) and "model_file" in config and not trust_remote_code:
+        raise PermissionError("it wants to run its own code (model_file); that is refused")
+    if constants.HF_HUB_OFFLINE:
+        return str(snapshot_download(repository, allow_patterns=patterns))
+    info = HfApi().model_info(repository, files_metadata=True, timeout=10)
+    total = sum(_sizes(info.siblings or [], patterns))
+    if not total:
+        raise FileNotFoundError("it has no model*.safetensors files")
+    folder = "models--" + repository.replace("/", "--")
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            done = child.tree_bytes(Path(constants.HF_HUB_CACHE) / folder / "blobs")
+            _report(done=min(done, total), total=total)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        path = snapshot_download(
+            repository, revision=info.sha, allow_patterns=patterns, max_workers=4
+        )
+    finally:
+        stop.set()
+        watcher.join()
+    _report(done=total, total=total)
+    return str(path)
+
+
+def _sizes(files: Any, patterns: list[str]) -> Iterator[int]:
+    from fnmatch import fnmatch
+
+    names = [f.rfilename for f in files]
+    if not any(fnmatch(name, "model*.safetensors") for name in names):
+        return
+    for file in files:
+        if any(fnmatch(file.rfilename, pattern) for pattern in patterns):
+            yield file.size or 0
+
+
+def _explain(error: BaseException) -> str:
+    """One line for people about an error of ``huggingface_hub`` or of the network below it."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return "its owner asks to accept terms first; do so on its page, then `hf auth login`"
+    if "RepositoryNotFoundError" in kinds:
+        return "no such repository, or a private one"
+    if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
+        return "it has no config.json"
+    cause: BaseException | None = error
+    while cause is not None:
+        name = type(cause).__name__
+        if "Timeout" in name:
+            return "no answer in time"
+        if "OfflineMode" in name or os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True"):
+            return "offline (HF_HUB_OFFLINE) and not in the local cache"
+        if name == "ConnectError":
+            return f"can't be reached ({cause})"
+        cause = cause.__cause__ or cause.__context__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def main(arguments: list[str]) -> int:
+    """Download the repository that the first argument names; report on standard output."""
+    try:
+        path = _download(arguments[0], trust_remote_code="--trust-remote-code" in arguments)
+    except Exception as error:
+        _report(error=_explain(error))
+        return 1
+    _report(path=path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

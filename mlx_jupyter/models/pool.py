@@ -1,0 +1,330 @@
+"""The models that are loaded, and the one way in for all of them.
+
+Used on the engine thread only: what it loads belongs to that thread. A model is admitted when its
+weights, counted from the files' headers, fit into what is free; idle models go first, the one
+that was used longest ago before the others, and each is fully gone before the new one comes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import resource
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from mlx_jupyter import blas
+from mlx_jupyter.errors import BadModel, ModelDoesNotFit
+from mlx_jupyter.models import limits, memory, precision, sources, tensors
+from mlx_jupyter.models.info import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+GIVEN = "(given)"
+"""The source of a model that the user handed over as an object."""
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that can run.
+
+    Attributes:
+        info: what is known of it, as plain data.
+        model: mlx-lm's model, an ``mlx.nn.Module``.
+        tokenizer: mlx-lm's ``TokenizerWrapper``; None when only token prompts can be served.
+        defaults: the model's own defaults, by the option names of ``engine.request.Options``.
+        aliases: other names it answers to.
+        vocabulary: token ids below this are valid; 0 when that isn't known.
+    """
+
+    info: ModelInfo
+    model: Any
+    tokenizer: Any
+    defaults: dict[str, Any] = field(default_factory=dict)
+    aliases: frozenset[str] = frozenset()
+    vocabulary: int = 0
+
+
+class ModelPool:
+    """The loaded models; the last of ``_models`` is the current one.
+
+    Args:
+        context: the user's bound on the context length, in tokens.
+
+    Attributes:
+        on_unload: called with each model that is about to go, so that whoever holds caches of it
+            lets them go too.
+        memory_limit: the user's bound on what may be taken, in bytes.
+    """
+
+    def __init__(self, *, context: int | None = None, memory_limit: int | None = None) -> None:
+        self.context = context
+        self.memory_limit = memory_limit
+        self.on_unload: Callable[[LoadedModel], None] = _nothing
+        self._models: list[LoadedModel] = []
+
+    # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def current(self) -> LoadedModel | None:
+        """The model that requests without a model's name go to."""
+        return self._models[-1] if self._models else None
+
+    def infos(self) -> tuple[ModelInfo, ...]:
+        """The loaded models, the current one last."""
+        return tuple(loaded.info for loaded in self._models)
+
+    def find(self, name: str | None) -> LoadedModel | None:
+        """The loaded model with this short name or source; the current one for None."""
+        if name is None:
+            return self.current
+        for loaded in reversed(self._models):
+            if name in (loaded.info.name, loaded.info.source) or name in loaded.aliases:
+                return loaded
+        return None
+
+    def use(self, loaded: LoadedModel) -> None:
+        """Make a loaded model the current one."""
+        self._models.remove(loaded)
+        self._models.append(loaded)
+
+    # --- coming in ---------------------------------------------------------------------------
+
+    def adopt(self, model: Any, tokenizer: Any = None, name: str = "model") -> LoadedModel:
+        """Take over a model object and make it the current one.
+
+        Args:
+            model: an mlx-lm style model.
+            tokenizer: a ``TokenizerWrapper``, a plain transformers tokenizer, or None.
+            name: its short name; one that is taken is replaced.
+        """
+        import mlx.core as mx
+
+        import_mlx_lm()
+        self._remove([m for m in self._models if m.info.name == name])
+        mx.eval(model.parameters())
+        config = limits.config_of(model)
+        return self._admit(model, _wrapped(tokenizer), config, name=name, source=GIVEN)
+
+    def load(
+        self,
+        name: str,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        trust_remote_code: bool = False,
+    ) -> LoadedModel:
+        """Load a model, unless it is loaded, and make it the current one.
+
+        Args:
+            name: what ``sources.resolve`` takes, or the short name of a loaded model.
+            progress: called with (what is being done, done, total) now and then.
+            cancelled: looked at between steps.
+            trust_remote_code: whether the model may bring code of its own.
+
+        Raises:
+            ModelNotFound: no such model.
+            BadModel: its files are wrong.
+            ModelDoesNotFit: not enough memory, even after unloading idle models.
+            sources.Interrupted: ``cancelled`` answered True.
+        """
+        loaded = self.find(name)
+        if loaded is None:
+            source = sources.resolve(
+                name, progress=progress, cancelled=cancelled, trust_remote_code=trust_remote_code
+            )
+            loaded = self.find(str(source.path)) or self._load(source, name, progress, cancelled)
+        self.use(loaded)
+        return loaded
+
+    def _load(
+        self,
+        source: sources.Source,
+        asked: str,
+        progress: Callable[[str, int, int], None] | None,
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        blas.ensure()
+        import_mlx_lm()
+        if cancelled():
+            raise sources.Interrupted
+        if progress is not None:
+            progress(f"Loading {source.name}", 0, 0)
+        where = precision.backend()
+        self._remove([m for m in self._models if m.info.name == source.name])
+        self._make_room(source, where)
+        model, tokenizer, config = _read(source)
+        precision.settle(model, where)
+        if cancelled():
+            raise sources.Interrupted
+        warm_up(model)
+        loaded = self._admit(model, tokenizer, config, name=source.name, source=str(source.path))
+        loaded.defaults = limits.defaults_of(source.path)
+        loaded.aliases = frozenset({asked, source.origin})
+        return loaded
+
+    def _make_room(self, source: sources.Source, where: precision.Backend) -> None:
+        """Unload idle models until the new one fits.
+
+        Raises:
+            ModelDoesNotFit: it doesn't fit into an empty pool either.
+        """
+        entries = tensors.model_entries(source.path)
+        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+        largest = max((entry.size * 4 for entry in entries), default=0) if where == "cpu" else 0
+        needed = precision.loaded_bytes(where, entries, config) + largest
+        while needed > self._free() and self._models:
+            log.info("unloading %s to make room for %s", self._models[0].info.name, source.name)
+            self._remove(self._models[:1])
+        if needed > (free := self._free()):
+            raise ModelDoesNotFit(source.name, needed, free, self._holders())
+
+    def _free(self) -> int:
+        free = memory.admissible()
+        if self.memory_limit is not None:
+            free = min(free, max(0, self.memory_limit - memory.measured().active))
+        return free
+
+    def _holders(self) -> list[tuple[str, int]]:
+        held = [(m.info.name, m.info.weight_bytes) for m in self._models]
+        rest = memory.measured().active - sum(size for _, size in held)
+        return [*held, ("caches and others", rest)] if rest > 1 << 20 else held
+
+    def _admit(
+        self, model: Any, tokenizer: Any, config: dict[str, Any], *, name: str, source: str
+    ) -> LoadedModel:
+        from mlx_lm.utils import get_total_parameters
+
+        parameters = int(get_total_parameters(model))
+        context, origin = limits.context_of(config, tokenizer, self.context)
+        info = ModelInfo(
+            name=name,
+            source=source,
+            family=str(config.get("model_type", type(model).__name__)),
+            parameters=parameters,
+            weight_bytes=memory.weights_bytes(model),
+            dtype=precision.describe(model),
+            context=context,
+            context_origin=origin,
+            layers=cache_layers(model),
+            prefill_chunk=precision.prefill_chunk(precision.backend(), parameters),
+        )
+        loaded = LoadedModel(info, model, tokenizer, vocabulary=limits.vocabulary_of(config))
+        self._models.append(loaded)
+        return loaded
+
+    # --- going out ---------------------------------------------------------------------------
+
+    def unload(self, name: str | None = None) -> list[str]:
+        """Unload a model, or all without a name; the names of those that went."""
+        if name is None:
+            return self._remove(list(self._models))
+        loaded = self.find(name)
+        return self._remove([loaded] if loaded is not None else [])
+
+    def _remove(self, going: list[LoadedModel]) -> list[str]:
+        import mlx.core as mx
+
+        names = []
+        while going:
+            loaded = going.pop()
+            self._models = [m for m in self._models if m is not loaded]
+            self.on_unload(loaded)
+            names.append(loaded.info.name)
+            # Whoever still holds the entry must not hold the weights.
+            del loaded.model, loaded.tokenizer, loaded
+        if names:
+            gc.collect()
+            mx.clear_cache()
+        return names
+
+
+def _nothing(loaded: LoadedModel) -> None:
+    del loaded
+
+
+def _wrapped(tokenizer: Any) -> Any:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    if tokenizer is None or isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    return TokenizerWrapper(tokenizer)
+
+
+def _read(source: sources.Source) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, lazily, with its tokenizer and its config.
+
+    Raises:
+        BadModel: whatever is wrong with the files, as one line.
+    """
+    from mlx_lm.utils import load_model, load_tokenizer
+
+    trust = source.trust_remote_code
+    try:
+        with _quiet_transformers():
+            model, config = load_model(source.path, lazy=True, trust_remote_code=trust)
+            tokenizer = load_tokenizer(
+                source.path,
+                {"trust_remote_code": trust},
+                eos_token_ids=config.get("eos_token_id"),
+            )
+    except MemoryError:
+        raise
+    except Exception as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise BadModel(source.path, f"can't be loaded: {first or type(error).__name__}") from error
+    return model, tokenizer, config
+
+
+def cache_layers(model: Any) -> tuple[tuple[str, int], ...]:
+    """(kind, count) of a model's leaf caches: "rows" can be cut anywhere, "state" nowhere."""
+    from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+    kinds = ["rows" if type(c) is KVCache else "state" for c in make_prompt_cache(model)]
+    return tuple((kind, kinds.count(kind)) for kind in ("rows", "state") if kind in kinds)
+
+
+def warm_up(model: Any) -> None:
+    """Run a few tokens, so that kernels are compiled now and not under a user's interrupt."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    for count in (3, 1, 1):
+        mx.eval(model(mx.zeros((1, count), mx.int32), cache=cache))
+
+
+_imported = False
+
+
+def import_mlx_lm() -> None:
+    """Import mlx-lm without its side effects on the process.
+
+    Its import takes seconds, lowers the limits of open files for good and talks about PyTorch.
+    """
+    global _imported
+    if _imported:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with mock.patch.object(resource, "setrlimit", return_value=None), _quiet_transformers():
+        import mlx_lm  # noqa: F401
+    _imported = True
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' remarks off the user's cell."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
