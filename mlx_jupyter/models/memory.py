@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
 RESERVE = 0.05
 """Share of the memory that is left to everybody else."""
 
