@@ -77,8 +77,12 @@ class ModelDoesNotFit(LLMError):
         holders: (name, bytes) of what holds memory now.
     """
 
-    def __init__(self, name: str, needed: int, free: int, holders: Sequence[tuple[str, int]]) -> None:
-        held = ", ".join(f"{who} {size / 2**30:.1f} GiB" for who, size in holders) or "nothing of ours"
+    def __init__(
+        self, name: str, needed: int, free: int, holders: Sequence[tuple[str, int]]
+    ) -> None:
+        held = (
+            ", ".join(f"{who} {size / 2**30:.1f} GiB" for who, size in holders) or "nothing of ours"
+        )
         super().__init__(
             f"{name} needs {needed / 2**30:.1f} GiB but {free / 2**30:.1f} GiB are free "
             f"(held: {held}). Unload a model or choose a smaller one."
@@ -91,7 +95,9 @@ class ModelDoesNotFit(LLMError):
 class EngineClosed(LLMError):
     """The engine has ended; make a new one."""
 
-    def __init__(self, message: str = "The engine is closed. Make a new one with mlx_jupyter.Engine().") -> None:
+    def __init__(
+        self, message: str = "The engine is closed. Make a new one with mlx_jupyter.Engine()."
+    ) -> None:
         super().__init__(message)
 
 

@@ -143,7 +143,6 @@ def cold(model: FakeModel, tokens: Sequence[int], count: int) -> list[int]:
 def fake_engine(model: FakeModel | None = None, **options):
     """An engine on a fake model and a byte tokenizer."""
     from fake_tokenizer import chatml_tokenizer
-
     from mlx_jupyter.engine.engine import Engine
 
     return Engine(model or FakeModel(), chatml_tokenizer(), **options)

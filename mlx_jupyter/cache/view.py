@@ -71,6 +71,10 @@ class NodeView:
     active: bool = False
     text: str = ""
 
+    def child(self, token: int) -> NodeView | None:
+        """The child whose edge begins with ``token``."""
+        return next((c for c in self.children if c.tokens[0] == token), None)
+
     @property
     def held(self) -> int:
         """Tokens of the edge whose rows are somewhere (not gone)."""

@@ -44,6 +44,8 @@ class Answer:
         timing: seconds by phase.
         model: the model's short name.
         seed: the seed that sampling used.
+        stopped_by: the stop string that ended it. Its text is cut off from ``text``, but the
+            tokens that spelled it are among ``tokens``.
         messages: the conversation including this answer; empty for raw and token prompts.
         why: reasons for recomputed prompt tokens.
         logprobs: for each generated token its log-probability under the raw logits
@@ -60,6 +62,7 @@ class Answer:
     timing: Timing = field(default_factory=Timing)
     model: str = ""
     seed: int = 0
+    stopped_by: str | None = None
     messages: tuple[Message, ...] = ()
     why: tuple[Cause, ...] = ()
     logprobs: tuple[float, ...] = ()

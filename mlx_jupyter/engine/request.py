@@ -17,6 +17,8 @@ from mlx_jupyter.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mlx_jupyter.models.info import ModelInfo
+
 Source = Literal["cached", "prefilled", "generated"]
 
 
@@ -91,15 +93,15 @@ DEFAULTS = Options(
 """Ours: greedy, so that rerunning a cell gives the same answer unless asked otherwise."""
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, open_low: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRequest(f"{name} takes a number, not {value!r}.")
     if not low <= value <= high or (open_low and value == low):
-        raise BadRequest(f"{name} must be {'above' if open_low else 'from'} {low} to {high}, not {value}.")
+        raise BadRequest(
+            f"{name} must be {'above' if open_low else 'from'} {low} to {high}, not {value}."
+        )
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
@@ -186,7 +188,15 @@ class Failed:
     answer: Answer | None = None
 
 
-Event = Loading | Prefill | Token | Done | Failed
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The end of a load: the model is there."""
+
+    info: ModelInfo
+
+
+Terminal = Done | Failed | Loaded
+Event = Loading | Prefill | Token | Terminal
 
 
 class Ticket:
@@ -209,7 +219,7 @@ class Ticket:
         with self._news:
             assert not self._ended.is_set(), "event after the terminal one"
             self._events.append(event)
-            if isinstance(event, Done | Failed):
+            if isinstance(event, Terminal):
                 self._ended.set()
             self._news.notify_all()
 
@@ -230,10 +240,10 @@ class Ticket:
         return self._ended.is_set()
 
     @property
-    def outcome(self) -> Done | Failed | None:
+    def outcome(self) -> Terminal | None:
         """The terminal event, once it is there."""
         last = self._events[-1] if self._events else None
-        return last if isinstance(last, Done | Failed) else None
+        return last if isinstance(last, Terminal) else None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; False when ``timeout`` seconds passed first."""
@@ -260,7 +270,7 @@ class Ticket:
             batch = self._events[seen:]
             seen += len(batch)
             yield batch
-            if isinstance(batch[-1], Done | Failed):
+            if isinstance(batch[-1], Terminal):
                 return
 
     def result(self, timeout: float | None = None) -> Answer:
@@ -275,7 +285,7 @@ class Ticket:
         outcome = self.outcome
         if isinstance(outcome, Failed):
             raise outcome.error
-        assert isinstance(outcome, Done)
+        assert isinstance(outcome, Done), "a load has no answer"
         return outcome.answer
 
     def settle(self, timeout: float = 0.05) -> Answer:

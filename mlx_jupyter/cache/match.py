@@ -1,0 +1,164 @@
+"""From token ids to a plan: what is known, what is held, where to restore. Pure, no MLX.
+
+The engine thread asks about the trie itself, other threads about the published view: both have
+the same shape, so there is one decision for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mlx_jupyter.cache.plan import Cause, Plan
+from mlx_jupyter.cache.trie import common_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+
+
+class _Page(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def residence(self) -> str: ...
+
+
+class _Node(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def tokens(self) -> np.ndarray: ...
+    @property
+    def children(self) -> Any: ...
+    @property
+    def pages(self) -> Iterable[_Page]: ...
+    @property
+    def marks(self) -> Any: ...
+    def child(self, token: int) -> Any:
+        """The child whose edge begins with ``token``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the trie knows of a prompt.
+
+    Attributes:
+        prompt: tokens in the prompt.
+        known: length of the longest stored prefix.
+        held: of which this many leading tokens have rows somewhere.
+        common: of which this many are in the live cache, in place.
+        live: tokens in the live cache.
+        snapshots: offsets up to ``held`` where states can be restored, ascending.
+        at_leaf: the known prefix ends where a stored sequence ends.
+    """
+
+    prompt: int
+    known: int
+    held: int
+    common: int
+    live: int
+    snapshots: tuple[int, ...]
+    at_leaf: bool
+
+
+def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]) -> Match:
+    """Walk ``ids`` down from ``root``.
+
+    Args:
+        root: the trie's root, or its view.
+        ids: int32, shape (prompt,).
+        live: tokens in the live cache.
+        active: whether a node lies on the path of the live cache.
+    """
+    known = held = common = 0
+    broken = False
+    snapshots: list[int] = []
+    node, at_leaf = root, False
+    while known < len(ids):
+        child = node.child(int(ids[known]))
+        if child is None:
+            at_leaf = node is not root and not node.children
+            break
+        known += common_prefix(child.tokens, ids[known:])
+        if active(child):
+            common = min(known, live)
+        for page in child.pages:
+            if page.start >= known or broken:
+                break
+            broken = page.residence == "gone"
+            held = held if broken else min(page.end, known)
+        snapshots += [at for at in _offsets(child.marks) if at <= held]
+        node = child
+        if known < child.end:
+            break
+    return Match(len(ids), known, held, common, live, tuple(sorted(snapshots)), at_leaf)
+
+
+def _offsets(marks: Mapping[int, Any] | Iterable[Any]) -> list[int]:
+    """Offsets of the marks that have a snapshot of their own."""
+    values: Iterable[Any] = marks.values() if isinstance(marks, Mapping) else marks
+    return [m.at for m in values if m.nbytes]
+
+
+def decide(found: Match, *, stateful: bool) -> Plan:
+    """The plan: the furthest position that every layer can be restored at.
+
+    One token at least is left to evaluate. Rows restore anywhere; a model with state layers only
+    where a snapshot is, or where the live cache stands now.
+    """
+    furthest = min(found.held, found.prompt - 1)
+    start = furthest
+    if stateful:
+        places = [at for at in found.snapshots if at <= furthest]
+        if found.common == found.live <= found.prompt - 1:
+            places.append(found.live)
+        start = max(places, default=0)
+    reused = min(found.common, start)
+    return Plan(
+        found.prompt, reused, start - reused, found.prompt - start, _why(found, start, furthest)
+    )
+
+
+def _why(found: Match, start: int, furthest: int) -> tuple[Cause, ...]:
+    """Reasons for every token from ``start`` on, in the order of their positions."""
+    causes: list[Cause] = []
+    known = min(found.known, found.prompt - 1)
+    if start < furthest:
+        causes.append(
+            Cause(
+                "snapshot", f"the nearest snapshot is at token {start:,}", furthest - start, start
+            )
+        )
+    if furthest < known:
+        causes.append(
+            Cause(
+                "evicted",
+                f"given up to stay within the budget from token {furthest:,}",
+                known - furthest,
+                furthest,
+            )
+        )
+    new = found.prompt - found.known
+    if not new:
+        causes.append(Cause("seed", "the last token is always evaluated", 1, found.prompt - 1))
+    elif not found.known:
+        causes.append(Cause("first", "nothing like it was seen before", new, 0))
+    elif found.at_leaf:
+        causes.append(Cause("extended", f"new from token {found.known:,}", new, found.known))
+    else:
+        causes.append(
+            Cause(
+                "diverged",
+                f"differs from what is stored from token {found.known:,}",
+                new,
+                found.known,
+            )
+        )
+    return tuple(causes)

@@ -1,0 +1,180 @@
+"""Prefill and decode: the loop that runs one request's model calls.
+
+Prefill leaves exactly one token, which seeds decoding. Chunks end at absolute multiples of the
+chunk size and where the session wants a snapshot, so that logits don't depend on what was cached.
+Decode keeps one step in flight: step n + 1 is dispatched before the token of step n is read, but
+never beyond ``max_tokens`` or the context. The cancel flag is looked at between chunks and steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_jupyter.engine.request import Prefill, Token
+from mlx_jupyter.engine.stats import Timing, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mlx_jupyter.cache.session import Session
+    from mlx_jupyter.conversation.answer import Finish
+    from mlx_jupyter.engine.request import Ticket
+    from mlx_jupyter.engine.sampling import Sampling
+    from mlx_jupyter.engine.text import TextStream
+
+CLEAR_EVERY = 256
+"""Generated tokens between two clearings of MLX's cache of free buffers."""
+
+LOGPROB_FLOOR = -1e4
+"""Stands for minus infinity, which JSON can't carry."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One request on its way through the pipeline; what it reports when it ends, however it ends.
+
+    Attributes:
+        ids: the prompt.
+        limit: tokens that fit into the context.
+        max_tokens: tokens to generate at most.
+        chunk: tokens of a full prefill step.
+        ends: ids of end tokens.
+        clock: seconds, monotonic.
+        submitted: when the caller submitted it.
+    """
+
+    model: Any
+    ids: Sequence[int]
+    limit: int
+    max_tokens: int
+    chunk: int
+    ends: frozenset[int]
+    sampling: Sampling
+    text: TextStream
+    ticket: Ticket
+    clock: Callable[[], float]
+    submitted: float
+    started: float
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish = "cancelled"
+    cached: int = 0
+    computed: int = 0
+    _restored: float | None = None
+    _first: float | None = None
+    _last: float | None = None
+
+    def __call__(self, session: Session) -> None:
+        """Run in an entered session."""
+        self.cached = session.start
+        self._restored = self.clock()
+        if self._prefill(session):
+            self._decode(session)
+        session.cancelled = self.finish == "cancelled"
+
+    def _prefill(self, session: Session) -> bool:
+        """Compute all but the last prompt token; False when cancelled."""
+        at, last = session.start, len(self.ids) - 1
+        self.ticket.emit(Prefill(at, len(self.ids), self.cached))
+        while at < last:
+            if self.ticket.cancelled:
+                return False
+            end = min((at // self.chunk + 1) * self.chunk, session.next_cut(at), last)
+            fed = self.ids[at:end]
+            self.model(mx.array([fed]), cache=session.layers)
+            session.advance(fed)
+            mx.eval([layer.state for layer in session.layers])
+            session.settle()
+            self.computed += end - at
+            at = end
+            self.ticket.emit(Prefill(at, len(self.ids), self.cached))
+        if last > session.start:
+            mx.clear_cache()  # prefill's activations are larger than what decode can reuse
+        return not self.ticket.cancelled
+
+    def _step(self, session: Session, token: mx.array, step: int) -> tuple[mx.array, mx.array]:
+        """Dispatch one forward pass of a token, shape (1,); the next one, not yet evaluated."""
+        logits = self.model(token[None], cache=session.layers)[:, -1, :]
+        sampled = self.sampling(logits, step)
+        mx.async_eval(*sampled)  # type: ignore[no-untyped-call]
+        return sampled
+
+    def _decode(self, session: Session) -> None:
+        wanted = min(self.max_tokens, self.limit - len(self.ids))
+        seed = self.ids[-1]
+        token, logprob = self._step(session, mx.array([seed]), 0)
+        session.advance([seed])
+        self.computed += 1
+        if wanted <= 0:
+            mx.eval(token)
+            self._reached_first()
+            self.finish = "length"
+            return
+        uncleared = 0
+        while True:
+            step = len(self.tokens)
+            more = step + 1 < wanted and not self.ticket.cancelled
+            if more:
+                following = self._step(session, token, step + 1)
+            value = int(token.item())  # type: ignore[arg-type]
+            if more:
+                session.advance([value])
+            if step == 0:
+                self._reached_first()
+            self._last = self.clock()
+            if value in self.ends:
+                self.finish = "stop"
+                break
+            self._emit(value, float(logprob.item()))  # type: ignore[arg-type]
+            if self.text.stopped_by is not None:
+                self.finish = "stop"
+                break
+            if not more:
+                self.finish = "length" if step + 1 == wanted else "cancelled"
+                break
+            token, logprob = following
+            uncleared += 1
+            if uncleared == CLEAR_EVERY:
+                uncleared = 0
+                session.settle()
+                mx.clear_cache()
+        self.pieces.append(self.text.finish())
+
+    def _reached_first(self) -> None:
+        self._first = self.clock()
+        self.ticket.emit(Prefill(len(self.ids), len(self.ids), self.cached))
+
+    def _emit(self, token: int, logprob: float) -> None:
+        piece = self.text.add(token)
+        logprob = max(logprob, LOGPROB_FLOOR)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.pieces.append(piece)
+        self.ticket.emit(Token(token, piece, logprob))
+
+    # --- what it reports ---------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(self.cached, self.computed, len(self.tokens))
+
+    def timing(self) -> Timing:
+        """Seconds so far."""
+        now = self.clock()
+        restored = self._restored if self._restored is not None else now
+        first = self._first if self._first is not None else now
+        decoded = max(len(self.tokens) - 1, 0)
+        return Timing(
+            queued=self.started - self.submitted,
+            restore=restored - self.started,
+            prefill=first - restored if self.computed else 0.0,
+            ttft=first - self.submitted if self._first is not None else 0.0,
+            decode=(self._last or first) - first if decoded else 0.0,
+            total=now - self.submitted,
+            prefilled=self.computed,
+            decoded=decoded,
+        )

@@ -1,0 +1,62 @@
+"""What the engine says of itself: plain data, as last published, never waiting for a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_jupyter.blas import BlasStatus
+    from mlx_jupyter.models.info import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes in use, by what uses them.
+
+    Attributes:
+        weights: of all loaded models.
+        live: buffers of the live caches, spare rows included.
+        stored: pages and snapshots outside them.
+        budget: what live and stored may take together.
+        active: all that MLX has allocated now.
+        cache: MLX's cache of free buffers.
+        peak: MLX's peak since the last request began.
+        limit: MLX's memory limit.
+    """
+
+    weights: int = 0
+    live: int = 0
+    stored: int = 0
+    budget: int = 0
+    active: int = 0
+    cache: int = 0
+    peak: int = 0
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The engine at one moment.
+
+    Attributes:
+        models: loaded ones, the current one first.
+        memory: bytes in use.
+        context: tokens that fit, for the current model; 0 without one.
+        context_origin: where that limit comes from.
+        blas: which BLAS computes on the CPU.
+        device: MLX's default device.
+        requests: how many requests have ended.
+        waiting: requests that are queued or running.
+        closed: the engine has ended.
+    """
+
+    models: tuple[ModelInfo, ...]
+    memory: MemoryUse
+    context: int
+    context_origin: str
+    blas: BlasStatus
+    device: str
+    requests: int = 0
+    waiting: int = 0
+    closed: bool = False

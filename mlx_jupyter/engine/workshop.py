@@ -1,0 +1,168 @@
+"""What the engine thread works with: the models, one prefix cache for each, what is published.
+
+All methods but ``find`` run on the engine thread. ``published`` is replaced whole, never changed,
+so that any thread may read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mlx_jupyter.cache.prefix_cache import PrefixCache
+from mlx_jupyter.errors import ModelNotFound
+from mlx_jupyter.models import memory
+from mlx_jupyter.models.pool import LoadedModel, ModelPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mlx_jupyter.cache.view import TreeView
+    from mlx_jupyter.models.info import ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What other threads may read.
+
+    Attributes:
+        models: the current one first.
+        trees: the prefix cache of each model, by short name.
+        requests: how many requests have ended.
+    """
+
+    models: tuple[ModelInfo, ...] = ()
+    trees: dict[str, TreeView] = field(default_factory=dict)
+    requests: int = 0
+
+
+class Workshop:
+    """See the module; arguments as ``Engine``'s."""
+
+    def __init__(
+        self,
+        *,
+        cache_bytes: int | None,
+        memory_limit: int | None,
+        context: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.clock = clock
+        self.published = Published()
+        self.tokenizing = threading.Lock()  # fast tokenizers can't be used by two threads at once
+        self._cache_bytes = cache_bytes
+        self._memory_limit = memory_limit
+        self._limited = False
+        self._caches: dict[str, PrefixCache] = {}
+        self._pool = ModelPool(context=context, memory_limit=memory_limit)
+        self._pool.on_unload = lambda loaded: self._forget(loaded.info.name)
+
+    def _limits(self) -> None:
+        """Set MLX's limits once, before the first allocation of ours."""
+        if not self._limited:
+            self._limited = True
+            memory.set_limits(self._memory_limit)
+
+    def adopt(self, model: Any, tokenizer: Any | None) -> ModelInfo:
+        """Use a model and tokenizer that the user built."""
+        self._limits()
+        loaded = self._pool.adopt(model, tokenizer)
+        self._ready(loaded)
+        return loaded.info
+
+    def load(
+        self,
+        name: str,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        """The model of that name, loaded now if it isn't; it becomes the current one."""
+        self._limits()
+        loaded = self._pool.load(name, progress=progress, cancelled=cancelled)
+        self._ready(loaded)
+        return loaded
+
+    def find(self, name: str | None) -> LoadedModel | None:
+        """A loaded model by short name or source; the current one when None. From any thread."""
+        return self._pool.find(name)
+
+    def cache_of(self, loaded: LoadedModel) -> PrefixCache:
+        """The prefix cache of a loaded model."""
+        return self._caches[loaded.info.name]
+
+    def _forget(self, name: str) -> None:
+        """A model is going: its cache must hold nothing when its memory is measured."""
+        cache = self._caches.pop(name, None)
+        if cache is not None:
+            cache.clear()
+
+    def _ready(self, loaded: LoadedModel) -> None:
+        if loaded.info.name not in self._caches:
+            from mlx_lm.models.cache import make_prompt_cache
+
+            budget = self._cache_bytes
+            self._caches[loaded.info.name] = PrefixCache(
+                lambda: make_prompt_cache(loaded.model),
+                budget=memory.default_cache_bytes() if budget is None else budget,
+                name=loaded.info.name,
+            )
+        self.publish(loaded)
+
+    def unload(self, name: str | None) -> list[str]:
+        """Unload a model, or all when None, and its cache; the names that went."""
+        gone = self._pool.unload(name)
+        if not gone and name is not None:
+            loaded = ", ".join(info.name for info in self._pool.infos()) or "none"
+            raise ModelNotFound(name, [f"loaded: {loaded}"])
+        self.publish()
+        return gone
+
+    def publish(self, changed: LoadedModel | None = None, *, ended: bool = False) -> None:
+        """Publish the models, and anew the cache of the model that changed."""
+        trees = {n: t for n, t in self.published.trees.items() if n in self._caches}
+        for name, cache in self._caches.items():
+            if name not in trees or changed is None or changed.info.name == name:
+                trees[name] = cache.view()
+        self.published = replace(
+            self.published,
+            models=self._pool.infos()[::-1],
+            trees=trees,
+            requests=self.published.requests + ended,
+        )
+
+    def release(self, owner: str) -> None:
+        """Let go of an owner in every cache."""
+        for cache in self._caches.values():
+            cache.release(owner)
+        self.publish()
+
+    def evict(self, nbytes: int | None) -> int:
+        """Give up bytes, from the largest cache first."""
+        freed = 0
+        caches = sorted(self._caches.values(), key=lambda c: -c.live_bytes() - c.stored_bytes())
+        for cache in caches:
+            if nbytes is None or freed < nbytes:
+                freed += cache.evict(None if nbytes is None else nbytes - freed)
+        self.publish()
+        return freed
+
+    def clear(self) -> None:
+        """Forget all cached tokens."""
+        for cache in self._caches.values():
+            cache.clear()
+        self.publish()
+
+    def check(self) -> None:
+        """Raise when an invariant is broken."""
+        for cache in self._caches.values():
+            cache.check()
+
+    def abandon(self) -> None:
+        """After the thread has ended: let go of every array."""
+        self._caches = {}
+        self._pool = ModelPool()
+        self.published = Published(requests=self.published.requests)
