@@ -16,7 +16,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 CELL_TIMEOUT = 300
 """Seconds that one cell may take."""
@@ -73,6 +73,7 @@ def execute(source: Path, destination: Path) -> bool:
     notebook = nbformat.read(source, as_version=4)
     destination.parent.mkdir(parents=True, exist_ok=True)
     narrator = Narrator(len(notebook.cells))
+    kernel_log = destination.with_suffix(".kernel.log")
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT,
@@ -82,13 +83,17 @@ def execute(source: Path, destination: Path) -> bool:
         on_cell_start=narrator.begin,
         on_cell_executed=narrator.end,
     )
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        print(error, file=sys.stderr)
-        return False
-    finally:
-        nbformat.write(notebook, destination)
+    with kernel_log.open("wb") as log:
+        try:
+            client.execute(stderr=log)
+        except CellExecutionError:
+            print(f"The cell failed; its traceback is in {destination}", file=sys.stderr)
+            return False
+        except DeadKernelError:
+            print(f"The kernel died; its last words are in {kernel_log}", file=sys.stderr)
+            return False
+        finally:
+            nbformat.write(notebook, destination)
     return True
 
 
