@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.widgets.tree_data import NodeJson, TreeJson
 
-MIN_WIDTH = 30.0
+MIN_WIDTH = 84.0
+_MIN_SHARE = 0.7
 _STEPS = 48
 
 
@@ -92,7 +93,7 @@ def layout(tree: TreeJson, width: float, min_width: float = MIN_WIDTH) -> Layout
 def fit_scale(nodes: Sequence[NodeJson], width: float, min_width: float) -> Scale:
     """The scale on which every edge is at least ``min_width`` wide and the whole fits ``width``.
 
-    The minimum gives way where it alone would fill more than half of the width.
+    The minimum gives way where it alone would fill more than a share of the width.
     """
     positions = sorted({0} | {node["start"] for node in nodes} | {node["end"] for node in nodes})
     if len(positions) == 1:
@@ -110,7 +111,7 @@ def fit_scale(nodes: Sequence[NodeJson], width: float, min_width: float) -> Scal
         return xs
 
     longest = place(0.0, 1.0)[-1]
-    least = min(min_width, width / 2 / longest)
+    least = min(min_width, width * _MIN_SHARE / longest)
     low, high = 0.0, width / positions[-1]
     for _ in range(_STEPS):
         middle = (low + high) / 2

@@ -80,8 +80,8 @@ COLOURS: dict[Shade, dict[str, str]] = {
 
 _SANS = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif'
 _MONO = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace'
-_PAD, _LANE, _GAP, _BAND, _HEAD, _RULER, _LEGEND = 12, 30, 2, 6, 30, 20, 30
-_CHAR, _LINE = 6.63, 14  # of the 11 px monospace text
+_PAD, _LANE, _GAP, _BAND, _HEAD, _RULER, _LEGEND = 12, 42, 2, 6, 30, 20, 30
+_CHAR, _LINE = 6.7, 14  # of the 11 px monospace text
 
 
 class Picture:
@@ -169,7 +169,7 @@ class Picture:
         outline.set("stroke-width", "2" if active else "1")
         if node["runs"] and all(run[2] == "gone" for run in node["runs"]):
             outline.set("stroke-dasharray", "4 3")
-        self._labels(box, x + 5, y, w - 8, h)
+        self._labels(box, x + 5, y, w - 9, h)
         for at, kind, _, _ in node.get("marks", ()):
             self._mark(min(_PAD + scale.at(at), x + w) - 1, y, h, kind)
 
@@ -201,10 +201,15 @@ class Picture:
 
     def _mark(self, x: float, y: float, h: float, kind: str) -> None:
         self._line(x, y, y + h, self.colours["active"], width=1.5)
-        flag = self._rect(x - 10, y, 10, 11, self.colours["active"])
+        flag = self._rect(x - 10, y + h - 11, 10, 11, self.colours["active"])
         ET.SubElement(flag, "title").text = f"{kind} snapshot"
         letter = self._text(
-            x - 5, y + 9, MARK_LETTERS.get(kind, "?"), self.colours["card"], size=9, weight="700"
+            x - 5,
+            y + h - 2,
+            MARK_LETTERS.get(kind, "?"),
+            self.colours["card"],
+            size=9,
+            weight="700",
         )
         letter.set("text-anchor", "middle")
 
@@ -212,23 +217,26 @@ class Picture:
         x = float(_PAD)
         held = {run[2] for node in self.tree["nodes"] for run in node["runs"]}
         for name in RESIDENCES:
-            if name not in held:
-                continue
-            self._rect(x, y - 9, 22, 11, self.colours[f"{name}-tint"])
-            self._rect(x, y - 4, 22, _BAND, f"url(#{name})")
-            self._text(x + 27, y, name, self.colours["muted"])
-            x += 27 + 7 * len(name) + 14
+            if name in held:
+                self._rect(x, y - 9, 22, 11, self.colours[f"{name}-tint"])
+                self._rect(x, y - 4, 22, _BAND, f"url(#{name})")
+                x = self._legend_text(x + 27, y, name)
         if any(node.get("active") for node in self.tree["nodes"]):
             box = self._rect(x + 1, y - 9, 20, 11, "none", rx=2)
             box.set("stroke", self.colours["active"])
             box.set("stroke-width", "2")
-            self._text(x + 27, y, "active path", self.colours["muted"])
-            x += 27 + 7 * len("active path") + 14
+            x = self._legend_text(x + 27, y, "active path")
         kinds = {mark[1] for node in self.tree["nodes"] for mark in node.get("marks", ())}
+        if kinds:
+            x = self._legend_text(x, y, "snapshots:") - 4
         for kind in (kind for kind in MARK_LETTERS if kind in kinds):
             self._mark(x + 10, y - 9, 11, kind)
-            self._text(x + 15, y, f"{kind} snapshot", self.colours["muted"])
-            x += 15 + 6.5 * len(f"{kind} snapshot") + 12
+            x = self._legend_text(x + 15, y, kind)
+
+    def _legend_text(self, x: float, y: float, text: str) -> float:
+        """A word of the legend; gives where the next entry begins."""
+        self._text(x, y, text, self.colours["muted"])
+        return x + 6.4 * len(text) + 12
 
     def _patterns(self) -> None:
         """Fills that tell the residences apart without colour."""
@@ -282,14 +290,20 @@ def _px(value: float) -> str:
 
 
 def _wrapped(text: str, cells: int, rows: int) -> list[str]:
-    """The text in lines of ``cells`` terminal cells, the last one with an ellipsis if it is cut."""
+    """The text in lines of ``cells`` terminal cells, broken at spaces where there are some.
+
+    The last line ends with an ellipsis if something is left over.
+    """
     lines: list[str] = []
     while text and len(lines) < rows - 1 and cell_len(text) > cells:
         taken = clip_cells(text, cells + 1).removesuffix("…")
         if not taken:
             break
+        space = taken.rfind(" ")
+        if space > len(taken) // 2 and not text[len(taken) :].startswith(" "):
+            taken = taken[: space + 1]
         lines.append(taken)
-        text = text[len(taken) :]
+        text = text[len(taken) :].lstrip(" ")
     if text:
         lines.append(clip_cells(text, cells))
     return lines

@@ -29,6 +29,7 @@ _UNSHOWABLE = re.compile(
 
 # Chat templates' control tokens and the line ends after them: noise where room is short.
 _CONTROL = re.compile(r"(?:(?:<\|[^|<>]{1,32}\|>|<(?:start|end)_of_turn>|</?s>)[↵ ]*)+")
+_ROLE = re.compile("▪(system|user|assistant|model|tool)↵+")
 
 Run = tuple[int, int, str, int]
 """Neighbouring pages of one residence: start, end, residence, bytes."""
@@ -141,8 +142,12 @@ def _show(match: re.Match[str]) -> str:
 
 
 def label(text: str) -> str:
-    """A visible text for a narrow place: each run of control tokens becomes one small square."""
-    return _CONTROL.sub("▪", text) or "(no text)"
+    """A visible text for a narrow place.
+
+    Each run of a template's control tokens becomes one small square, and a role after it is written
+    as in a play.
+    """
+    return _ROLE.sub(r"▪\1: ", _CONTROL.sub("▪", text)).rstrip() or "(no text)"
 
 
 def clip_chars(text: str, limit: int) -> str:

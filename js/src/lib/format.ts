@@ -19,8 +19,12 @@ export function counted(number: number, one: string, many: string): string {
 }
 
 const CONTROL = /(?:(?:<\|[^|<>]{1,32}\|>|<(?:start|end)_of_turn>|<\/?s>)[↵ ]*)+/gu;
+const ROLE = /▪(system|user|assistant|model|tool)↵+/gu;
 
-/** A text for a narrow place: each run of a template's control tokens becomes one small square. */
+/**
+ * A text for a narrow place: each run of a template's control tokens becomes one small square, and
+ * a role after it is written as in a play.
+ */
 export function label(text: string): string {
-  return text.replace(CONTROL, "▪") || "(no text)";
+  return text.replace(CONTROL, "▪").replace(ROLE, "▪$1: ").trimEnd() || "(no text)";
 }

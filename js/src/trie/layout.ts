@@ -8,7 +8,8 @@
 import { hierarchy, partition } from "d3-hierarchy";
 import type { NodeData } from "../lib/model";
 
-export const MIN_WIDTH = 30;
+export const MIN_WIDTH = 84;
+const MIN_SHARE = 0.7;
 const STEPS = 48;
 
 export interface Box {
@@ -124,7 +125,7 @@ export function layout(nodes: readonly NodeData[], width: number, minWidth = MIN
 
 /**
  * The scale on which every edge is at least `minWidth` wide and the whole fits `width`. The minimum
- * gives way where it alone would fill more than half of the width.
+ * gives way where it alone would fill more than MIN_SHARE of the width.
  */
 export function fitScale(nodes: readonly NodeData[], width: number, minWidth: number): Scale {
   const positions = [...new Set([0, ...nodes.flatMap((node) => [node.start, node.end])])].sort(
@@ -147,7 +148,7 @@ export function fitScale(nodes: readonly NodeData[], width: number, minWidth: nu
     return xs;
   };
   const end = (xs: number[]) => xs.at(-1) as number;
-  const least = Math.min(minWidth, width / 2 / end(place(0, 1)));
+  const least = Math.min(minWidth, (width * MIN_SHARE) / end(place(0, 1)));
   let low = 0;
   let high = width / (positions.at(-1) as number);
   for (let i = 0; i < STEPS; i++) {

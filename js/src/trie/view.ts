@@ -18,7 +18,9 @@ import {
 import { type Box, type Layout, layout, ruler } from "./layout";
 import { neighbour } from "./navigate";
 
-const LANE = 32;
+const ROOMY_LANE = 44; // text and owners below each other
+const TIGHT_LANE = 30;
+const ROOMY_LANES = 20;
 const GAP = 2;
 const PAD = 12;
 const LINE = 15;
@@ -78,6 +80,7 @@ function Icicle({ tree }: { tree: Snapshot }) {
 
   const fit = Math.max(160, view.width - 2 * PAD);
   const placed = useMemo(() => layout(tree.nodes, fit * zoom), [tree.nodes, fit, zoom]);
+  const lane = placed.lanes > ROOMY_LANES ? TIGHT_LANE : ROOMY_LANE;
   const selected = placed.byId.get(selectedId ?? -1) ?? null;
   const most = Math.max(4, (TOKEN_PIXELS * placed.scale.total) / fit);
 
@@ -115,7 +118,7 @@ function Icicle({ tree }: { tree: Snapshot }) {
   }, [placed]);
 
   useEffect(() => {
-    if (scroller.current && selected) reveal(scroller.current, selected);
+    if (scroller.current && selected) reveal(scroller.current, selected, lane);
   }, [selectedId]);
 
   /** Zoom about a point of the viewport, its middle by default. */
@@ -158,7 +161,7 @@ function Icicle({ tree }: { tree: Snapshot }) {
     zoomTo(zoom * Math.exp(-event.deltaY / 300), event.clientX - left);
   };
 
-  const shown = inSight(placed, view, selected);
+  const shown = inSight(placed, lane, view, selected);
   return html`
     <${Header} tree=${tree}>
       <div class="mj-zoom" role="group" aria-label="Zoom">
@@ -184,9 +187,9 @@ function Icicle({ tree }: { tree: Snapshot }) {
         data-lm-suppress-shortcuts="true" aria-label="Branches by token position"
         aria-activedescendant=${selected ? prefix + selected.node.id : undefined}
         onKeyDown=${onKeyDown}
-        style=${{ width: `${placed.width + 2 * PAD}px`, height: `${placed.lanes * LANE + GAP}px` }}>
+        style=${{ width: `${placed.width + 2 * PAD}px`, height: `${placed.lanes * lane + GAP}px` }}>
         ${shown.map(
-          (box) => html`<${Node} key=${box.node.id} box=${box} placed=${placed}
+          (box) => html`<${Node} key=${box.node.id} box=${box} placed=${placed} lane=${lane}
             id=${prefix + box.node.id} selected=${box === selected}
             onSelect=${() => {
               select(box.node.id);
@@ -202,10 +205,10 @@ function Icicle({ tree }: { tree: Snapshot }) {
 }
 
 /** Boxes that touch the viewport and are wide enough to see; always the selected one. */
-function inSight(placed: Layout, view: View, selected: Box | null): Box[] {
+function inSight(placed: Layout, lane: number, view: View, selected: Box | null): Box[] {
   const [left, right] = [view.left - PAD - OVERSCAN, view.left + view.width + OVERSCAN];
-  const first = Math.floor((view.top - OVERSCAN) / LANE);
-  const last = Math.ceil((view.top + view.height + OVERSCAN) / LANE);
+  const first = Math.floor((view.top - OVERSCAN) / lane);
+  const last = Math.ceil((view.top + view.height + OVERSCAN) / lane);
   return placed.boxes.filter(
     (box) =>
       box === selected ||
@@ -218,12 +221,12 @@ function inSight(placed: Layout, view: View, selected: Box | null): Box[] {
 }
 
 /** Scroll the least that brings the box's beginning, and all of it if it fits, into sight. */
-function reveal(el: HTMLElement, box: Box): void {
+function reveal(el: HTMLElement, box: Box, lane: number): void {
   const margin = 24;
   const [x0, x1] = [PAD + box.x0, PAD + box.x1];
   if (x0 < el.scrollLeft || x1 - x0 > el.clientWidth) el.scrollLeft = Math.max(0, x0 - margin);
   else if (x1 > el.scrollLeft + el.clientWidth) el.scrollLeft = x1 - el.clientWidth + margin;
-  const [y0, y1] = [box.lane * LANE, (box.lane + box.lanes) * LANE + margin];
+  const [y0, y1] = [box.lane * lane, (box.lane + box.lanes) * lane + margin];
   if (y0 < el.scrollTop) el.scrollTop = y0;
   else if (y1 > el.scrollTop + el.clientHeight) {
     el.scrollTop = Math.min(y0, y1 - el.clientHeight + margin);
@@ -233,28 +236,29 @@ function reveal(el: HTMLElement, box: Box): void {
 interface NodeProps {
   box: Box;
   placed: Layout;
+  lane: number;
   id: string;
   selected: boolean;
   onSelect: () => void;
   onZoom: () => void;
 }
 
-function Node({ box, placed, id, selected, onSelect, onZoom }: NodeProps) {
+function Node({ box, placed, lane, id, selected, onSelect, onZoom }: NodeProps) {
   const { node } = box;
   const width = Math.max(1, box.x1 - box.x0 - GAP);
-  const height = box.lanes * LANE - GAP;
+  const height = box.lanes * lane - GAP;
   const owners = (node.owners ?? []).join(", ");
   const lost = heldTokens(node) === 0;
-  const rows = Math.max(
-    1,
-    Math.floor((height - BAND - 4) / LINE) - (owners && box.lanes > 1 ? 1 : 0),
-  );
+  const lines = Math.max(1, Math.floor((height - BAND - 4) / LINE));
+  const below = lines > 1;
+  const named = owners !== "" && width >= (below ? 48 : 140);
+  const rows = named && below ? lines - 1 : lines;
   const x = (position: number) => Math.min(width, placed.scale.at(position) - box.x0);
   const classes = [
     "mj-node",
     node.active && "mj-is-active",
     lost && "mj-is-lost",
-    box.lanes > 1 && "mj-is-tall",
+    below && "mj-is-tall",
   ];
   return html`
     <div role="treeitem" id=${id} class=${classes.filter(Boolean).join(" ")} data-testid="trie-node"
@@ -265,7 +269,7 @@ function Node({ box, placed, id, selected, onSelect, onZoom }: NodeProps) {
       aria-label=${spoken(node)} title=${tooltip(node)} onClick=${onSelect} onDblClick=${onZoom}
       style=${{
         left: `${PAD + box.x0}px`,
-        top: `${box.lane * LANE}px`,
+        top: `${box.lane * lane}px`,
         width: `${width}px`,
         height: `${height}px`,
       }}>
@@ -278,7 +282,7 @@ function Node({ box, placed, id, selected, onSelect, onZoom }: NodeProps) {
         width >= 24 &&
         html`<span class="mj-label" style=${{ "--rows": rows }}>
           <span class="mj-text">${label(node.text)}</span>
-          ${owners && width >= 96 && html`<span class="mj-owner" data-testid="trie-owner">${owners}</span>`}
+          ${named && html`<span class="mj-owner" data-testid="trie-owner">${owners}</span>`}
         </span>`
       }
       ${(node.marks ?? []).map(
