@@ -42,7 +42,7 @@ _HOMES = {
 }
 _ROOMS = {"widgets", "runtime", "errors", "blas"}
 
-__all__ = ["__version__", "engine", *_HOMES]  # noqa: F822 - fetched by __getattr__
+__all__ = ["__version__", "engine", *_HOMES]
 
 
 class _EngineRoom(types.ModuleType):

@@ -10,11 +10,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mlx_jupyter.engine.engine import Engine
 
 _lock = threading.RLock()
 _engine: Engine | None = None
 _settings: dict[str, Any] = {}
+_watcher: Callable[[Engine], object] | None = None
 
 
 def engine() -> Engine:
@@ -23,6 +26,7 @@ def engine() -> Engine:
     with _lock:
         if _engine is None:
             _engine = _make(_settings)
+            _announce()
         return _engine
 
 
@@ -36,6 +40,20 @@ def set_engine(engine: Engine | None) -> None:
     global _engine
     with _lock:
         _engine = engine
+        _announce()
+
+
+def watch(callback: Callable[[Engine], object] | None) -> None:
+    """Call ``callback`` with the engine, now if there is one, and whenever another one is set."""
+    global _watcher
+    with _lock:
+        _watcher = callback
+        _announce()
+
+
+def _announce() -> None:
+    if _engine is not None and _watcher is not None:
+        _watcher(_engine)
 
 
 def configure(**settings: Any) -> bool:

@@ -64,7 +64,7 @@ class ClaimLine(TokenTransformBase):
     priority = 1  # before HelpEnd (5) and the escaped commands (10)
 
     def __init__(self, start: tuple[int, int], magic: tuple[int, int]) -> None:
-        super().__init__(start)
+        super().__init__(start)  # type: ignore[no-untyped-call]
         self.magic_line, self.magic_col = magic[0] - 1, magic[1]
 
     @classmethod

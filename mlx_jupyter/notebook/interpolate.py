@@ -1,7 +1,7 @@
 r"""``{{dotted.path[0]}}`` in a prompt, looked up in a namespace; pure.
 
 One pass over the text: braces inside a value are never looked at. Attribute and item access only,
-no calls. ``\{{`` is a literal ``{{``. Single braces, ``$x``, ``{% if %}`` and LaTeX stay as they are.
+no calls. ``\{{`` is a literal ``{{``. Single braces, ``$x``, ``{% if %}`` and LaTeX are left alone.
 """
 
 from __future__ import annotations

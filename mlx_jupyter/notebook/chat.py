@@ -1,0 +1,143 @@
+"""Between a command and the turns: what to send, whom it belongs to, where the answer is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlx_jupyter import runtime
+from mlx_jupyter.conversation.answer import Message
+from mlx_jupyter.conversation.conversation import turns_of
+from mlx_jupyter.notebook.config import SAMPLING
+from mlx_jupyter.notebook.reports import Page, Report
+
+if TYPE_CHECKING:
+    from mlx_jupyter.conversation.answer import Answer
+    from mlx_jupyter.conversation.turns import Place, Turn, Turns
+    from mlx_jupyter.engine.engine import Engine
+    from mlx_jupyter.notebook.commands import Ask
+    from mlx_jupyter.notebook.identity import Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One question on its way.
+
+    Attributes:
+        prompt: for ``Engine.request``: the text, or the conversation with the question at its end.
+        how: its other arguments.
+        owner: the branch or cell that keeps the result reachable.
+        continued: it goes on where an earlier turn of its branch ended.
+    """
+
+    prompt: str | tuple[Message, ...]
+    how: dict[str, Any]
+    owner: str | None
+    continued: bool = False
+    _turns: Turns | None = None
+    _place: Place | None = None
+    _system: str | None = None
+
+    def keep(self, answer: Answer) -> None:
+        """Add the answer to its branch, if it has one."""
+        if self._turns is not None and self._place is not None:
+            self._turns.commit(self._place, self.question, answer, self._system)
+
+    @property
+    def question(self) -> Message:
+        """The user's message."""
+        last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1]
+        return Message("user", last) if isinstance(last, str) else last
+
+
+class Chat:
+    """The branches of the kernel's engine."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def attach(self, engine: Engine) -> Turns:
+        """The engine's turns, told from now on who asks (``Conversation.ask`` in a cell too)."""
+        turns = turns_of(engine)
+        turns.caller = self._calls.next
+        return turns
+
+    def exchange(self, ask: Ask, engine: Engine) -> Exchange:
+        """What a command sends, and where its answer goes.
+
+        Raises:
+            BadRequest: ``--from`` names no turn, or another conversation has the branch's name.
+        """
+        turns = self.attach(engine)
+        call = self._calls.next()
+        how: dict[str, Any] = {
+            name: value for name in SAMPLING if (value := getattr(ask, name)) is not None
+        }
+        how |= {"stop": ask.stop} if ask.stop else {}
+        how |= {"model": ask.model} if ask.model is not None else {}
+        if ask.branch is None:
+            how |= {"raw": True} if ask.raw else {}
+            how |= {"system": ask.system} if ask.system is not None else {}
+            return Exchange(ask.prompt, how, self._calls.owner(call))
+        origin = f"{ask.origin.branch}~{ask.origin.back}" if ask.origin is not None else None
+        place = turns.start(ask.branch, call, origin)
+        messages = (*turns.messages(place.parent, ask.system), Message("user", ask.prompt))
+        continued = place.parent is not None and not place.fresh
+        return Exchange(messages, how, f"@{place.branch}", continued, turns, place, ask.system)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """The branches, in the order in which they were made."""
+        engine = runtime.current()
+        return list(turns_of(engine).branches) if engine is not None else []
+
+    def branches(self, engine: Engine) -> Report:
+        """``%llm branches``."""
+        turns = turns_of(engine)
+        rows = []
+        for name in turns.branches:
+            log, stale = turns.log(name), len(turns.stale(name))
+            last = _clip(log[-1].question.content) if log else ""
+            rows.append((f"@{name}", str(len(log)), str(stale) if stale else "", last))
+        if not rows:
+            return Report(title="No branches yet. %%llm @name begins one.", data=())
+        note = ""
+        if any(row[2] for row in rows):
+            note = "Stale turns take their place again when their cells are run."
+        head = ("branch", "turns", "stale", "last question")
+        return Report(head=head, rows=tuple(rows), note=note, data=tuple(turns.branches))
+
+    def log(self, branch: str, engine: Engine) -> Report:
+        """``%llm log @branch``.
+
+        Raises:
+            BadRequest: no such branch.
+        """
+        log = turns_of(engine).log(branch)
+        rows = []
+        for number, turn in enumerate(log, 1):
+            if turn.system is not None:
+                rows.append((str(number), "system", turn.system))
+            rows.append((str(number), "user", turn.question.content))
+            rows.append((str(number), "assistant", _told(turn)))
+        return Report(title=f"@{branch}", rows=tuple(rows), data=log)
+
+    def drop(self, branch: str, engine: Engine) -> Page:
+        """``%llm drop @branch``.
+
+        Raises:
+            BadRequest: no such branch.
+        """
+        turns_of(engine).drop(branch)
+        engine.release(f"@{branch}")
+        return Page(f"@{branch} is forgotten.", branch)
+
+
+def _told(turn: Turn) -> str:
+    return turn.answer.text + (" (interrupted)" if turn.answer.finish == "cancelled" else "")
+
+
+def _clip(text: str, room: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= room else line[: room - 1] + "…"

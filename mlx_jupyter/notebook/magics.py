@@ -1,0 +1,266 @@
+"""``%llm`` and ``%%llm``: parse, ask, follow, show, keep.
+
+Thin on purpose: the grammar, the look-up, the display, the footer and the turns are rooms of their
+own. What is decided here is the order of things around an interrupt: nothing between submitting a
+request and keeping its answer can be torn apart, and the prompt is back at once.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import (
+    Magics,
+    line_cell_magic,
+    magics_class,
+    needs_local_scope,
+    no_var_expand,
+)
+
+from mlx_jupyter import runtime
+from mlx_jupyter.engine.request import Failed, Loaded
+from mlx_jupyter.errors import Cancelled, LLMError
+from mlx_jupyter.notebook import commands, config, grammar, options, reports
+from mlx_jupyter.notebook.cells import strip_final_newline
+from mlx_jupyter.notebook.chat import Chat, Exchange
+from mlx_jupyter.notebook.completion import Completer
+from mlx_jupyter.notebook.display import screen_for
+from mlx_jupyter.notebook.footer import footer, plan_line, size
+from mlx_jupyter.notebook.identity import Calls
+from mlx_jupyter.notebook.interpolate import InterpolationError, interpolate
+from mlx_jupyter.notebook.interrupt import Interrupts
+from mlx_jupyter.notebook.markdown import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from mlx_jupyter.conversation.answer import Answer
+    from mlx_jupyter.engine.engine import Engine
+    from mlx_jupyter.engine.request import Ticket
+    from mlx_jupyter.notebook.display import Screen
+
+SETTLE = 0.05  # seconds that an interrupted cell waits for the engine's own account
+SAMPLE = 64  # prefilled tokens that make a reading speed worth remembering
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A command's value.
+
+    Attributes:
+        value: what the magic returns.
+        shown: it is on the screen already.
+        kept: it is in a variable of the user's choice.
+    """
+
+    value: Any
+    shown: bool = False
+    kept: bool = False
+
+
+@magics_class
+class LLMMagics(config.Settings, Magics):
+    """The magics; their traits are the defaults that ``%config LLMMagics`` sets."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell=shell, parent=shell)
+        self.project = config.project(Path.cwd())
+        self._chat = Chat(Calls(shell))
+        self._speeds: dict[str, float] = {}
+        runtime.watch(self._chat.attach)
+        self.completer = Completer(self._chat.names, _model_names, lambda: list(shell.user_ns))
+
+    # --- entrances ---------------------------------------------------------------------------
+
+    @no_var_expand
+    @needs_local_scope
+    @line_cell_magic
+    def llm(
+        self, line: str, cell: str | None = None, local_ns: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Ask the model.
+
+        ``%llm prompt`` on a line, or ``%%llm`` with the prompt on the lines below. ``%llm help``
+        shows the options, the subcommands and more.
+        """
+        return self._guarded(line, cell, local_ns).value
+
+    def show_line(self, line: str, local_ns: Mapping[str, Any] | None = None) -> Any:
+        """A bare ``%llm`` line: like ``llm``, but gives nothing to display twice."""
+        return self._bare(self._guarded(line, None, local_ns))
+
+    def show_cell(self, line: str, body: str) -> Any:
+        """A ``%%llm`` cell with its body as written."""
+        return self._bare(self._guarded(line, body, None))
+
+    def _bare(self, outcome: Outcome) -> Any:
+        """What a bare call evaluates to: None when it is shown already, and then it is ``_``."""
+        if not outcome.shown:
+            return outcome.value
+        if not outcome.kept:
+            self._remember(outcome.value)
+        return None
+
+    def _remember(self, value: Any) -> None:
+        """Make ``value`` the cell's result (``_``, ``Out``) without displaying it."""
+        hook: Any = self.shell.displayhook  # it has no types
+        hook.update_user_ns(value)
+        hook.fill_exec_result(value)
+
+    def _guarded(self, line: str, cell: str | None, local_ns: Mapping[str, Any] | None) -> Outcome:
+        """Run it; our own errors become one line."""
+        try:
+            if cell is None:
+                command = grammar.parse_line(line)
+            else:
+                command = grammar.parse_cell(line, strip_final_newline(cell))
+            return self._run(command, local_ns)
+        except (commands.CommandError, InterpolationError) as error:
+            raise UsageError(plain(str(error))) from None
+        except (LLMError, Cancelled) as error:
+            raise _one_line(error) from None
+
+    # --- commands ----------------------------------------------------------------------------
+
+    def _run(self, command: commands.Command, local_ns: Mapping[str, Any] | None) -> Outcome:
+        match command:
+            case commands.Ask():
+                return self._ask(self._completed(command, local_ns))
+            case commands.Load(name):
+                return self._load(name)
+            case commands.Unload(name):
+                gone = self._engine().unload(name)
+                text = f"Unloaded {', '.join(gone)}." if gone else "Nothing was loaded."
+                return Outcome(reports.Page(text, gone))
+            case commands.Models():
+                return Outcome(reports.models(self._engine().models(), _aliases()))
+            case commands.Status():
+                return Outcome(reports.status(self._engine().status()))
+            case commands.Tree():
+                from mlx_jupyter.widgets.trie import tree_report
+
+                return Outcome(tree_report(self._engine().tree()))
+            case commands.Branches():
+                return Outcome(self._chat.branches(self._engine()))
+            case commands.Log(branch):
+                return Outcome(self._chat.log(branch, self._engine()))
+            case commands.Drop(branch):
+                return Outcome(self._chat.drop(branch, self._engine()))
+            case commands.Help(topic):
+                return Outcome(reports.Page(options.help_text(topic)))
+            case commands.Overview():
+                return Outcome(reports.overview(self._engine().status(), self._chat.names()))
+
+    def _completed(self, ask: commands.Ask, local_ns: Mapping[str, Any] | None) -> commands.Ask:
+        """The command with its variables looked up and its open options filled from settings."""
+        scopes = [dict(local_ns)] if local_ns else []
+        names = ChainMap(*scopes, self.shell.user_ns)
+        filled = ask.filled(lambda text: interpolate(text, names))
+        return replace(filled, **config.complete(filled, self, self.project))
+
+    def _engine(self) -> Engine:
+        runtime.configure(**config.engine_settings(self, self.project))
+        return runtime.engine()
+
+    def _ask(self, ask: commands.Ask) -> Outcome:
+        if not ask.prompt.strip():
+            raise commands.CommandError("The prompt is empty once its variables are put in.")
+        if ask.raw and (ask.system is not None or ask.branch is not None):
+            raise commands.CommandError(
+                "--raw continues a text as it is: it goes with no system prompt and no @branch."
+            )
+        engine = self._engine()
+        exchange = self._chat.exchange(ask, engine)
+        if ask.dry_run:
+            plan = engine.plan(exchange.prompt, **exchange.how)
+            return Outcome(reports.Page(plan_line(plan), plan))
+        screen = screen_for(self.shell, ask.view or "md")
+        with Interrupts() as interrupts:
+            request = engine.request(exchange.prompt, owner=exchange.owner, **exchange.how)
+            ticket = engine.submit(request)
+            for batch in interrupts.follow(ticket):
+                screen.show(batch)
+            answer = self._finish(ticket, screen, exchange)
+            if ask.output is not None:
+                self.shell.user_ns[ask.output] = answer
+        if interrupts.count:
+            if ask.output is None:
+                self._remember(answer)
+            raise Cancelled(answer)
+        return Outcome(answer, shown=True, kept=ask.output is not None)
+
+    def _finish(self, ticket: Ticket, screen: Screen, exchange: Exchange) -> Answer:
+        """The answer as far as it got, shown and kept.
+
+        Raises:
+            LLMError: the request failed.
+        """
+        if not ticket.ended:
+            ticket.cancel()
+        outcome = ticket.outcome
+        if isinstance(outcome, Failed):
+            screen.fail()
+            raise outcome.error
+        answer = ticket.settle(SETTLE)
+        outcome = ticket.outcome
+        if isinstance(outcome, Failed) and outcome.answer is None:
+            screen.fail()
+            raise outcome.error
+        if answer.timing.prefilled >= SAMPLE:
+            self._speeds[answer.model] = answer.timing.prefill_tps
+        exchange.keep(answer)
+        rate = self._speeds.get(answer.model, 0.0)
+        screen.finish(answer.text, footer(answer, rate=rate, continued=exchange.continued))
+        return answer
+
+    def _load(self, name: str) -> Outcome:
+        engine = self._engine()
+        screen = screen_for(self.shell, "text")
+        with Interrupts() as interrupts:
+            ticket = engine.submit_load(name)
+            for batch in interrupts.follow(ticket):
+                screen.show(batch)
+            outcome = ticket.outcome
+            if isinstance(outcome, Loaded):
+                info = outcome.info
+                screen.finish(
+                    f"{info.name} is loaded: {info.family}, {info.dtype}, "
+                    f"{size(info.weight_bytes)}; context {info.context:,} tokens.",
+                    "",
+                )
+            else:
+                screen.fail()
+                ticket.cancel()
+        if isinstance(outcome, Failed):
+            raise outcome.error
+        if interrupts.count or not isinstance(outcome, Loaded):
+            raise Cancelled(ticket.settle(SETTLE))
+        return Outcome(outcome.info, shown=True)
+
+
+def _one_line(error: LLMError | Cancelled) -> LLMError | Cancelled:
+    """The error with a rendering of one line instead of a traceback."""
+    text = plain(" ".join(str(error).split()))
+    line = text if isinstance(error, Cancelled) else f"{type(error).__name__}: {text}"
+    error.__dict__["_render_traceback_"] = lambda: [line]
+    return error
+
+
+def _aliases() -> list[str]:
+    from mlx_jupyter.models.sources import ALIASES
+
+    return list(ALIASES)
+
+
+def _model_names() -> list[str]:
+    engine = runtime.current()
+    loaded = [info.name for info in engine.models()] if engine is not None else []
+    return list(dict.fromkeys([*loaded, *_aliases()]))

@@ -1,0 +1,179 @@
+"""What the subcommands return: small objects with a plain and a rich form.
+
+The rich form is a table of escaped text: nothing that a model or a user wrote is markup. The
+tree's report is the widgets' own.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlx_jupyter.notebook.footer import size
+from mlx_jupyter.notebook.markdown import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mlx_jupyter.engine.status import Status
+    from mlx_jupyter.models.info import ModelInfo
+
+_CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A titled table of texts.
+
+    Attributes:
+        title: one line above it; may be empty.
+        head: column titles; empty for name and value pairs.
+        rows: its cells.
+        note: a line below it.
+        data: what it was made from, for programs.
+    """
+
+    title: str = ""
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    data: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        lines = [self.title] if self.title else []
+        lines += _columns([*([self.head] if self.head else []), *self.rows])
+        lines += [self.note] if self.note else []
+        return plain("\n".join(lines))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else repr(self))
+
+    def _repr_html_(self) -> str:
+        parts = [f"<div>{_escape(self.title)}</div>"] if self.title else []
+        if self.rows:
+            head = "".join(f'<th style="{_CELL}">{_escape(h)}</th>' for h in self.head)
+            body = "".join(
+                "<tr>" + "".join(f'<td style="{_CELL}">{_escape(c)}</td>' for c in row) + "</tr>"
+                for row in self.rows
+            )
+            top = f"<thead><tr>{head}</tr></thead>" if head else ""
+            parts.append(f"<table>{top}<tbody>{body}</tbody></table>")
+        parts += [f"<div>{_escape(self.note)}</div>"] if self.note else []
+        return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Text that is shown as it is, such as help or a plan.
+
+    Attributes:
+        text: its lines.
+        data: what it was made from, for programs.
+    """
+
+    text: str
+    data: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return plain(self.text)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else repr(self))
+
+
+def models(loaded: Sequence[ModelInfo], aliases: Iterable[str]) -> Report:
+    """``%llm models``."""
+    rows = tuple(
+        (
+            f"{info.name}{' (current)' if i == 0 else ''}",
+            info.family,
+            f"{info.parameters / 1e6:,.0f} M",
+            info.dtype,
+            size(info.weight_bytes),
+            f"{info.context:,} tokens",
+        )
+        for i, info in enumerate(loaded)
+    )
+    known = ", ".join(sorted(aliases))
+    note = f"%llm load takes {known}, " if known else "%llm load takes "
+    return Report(
+        title="" if rows else "No model is loaded.",
+        head=("model", "family", "weights", "type", "memory", "context") if rows else (),
+        rows=rows,
+        note=note + "a directory, a GGUF file or a Hugging Face id.",
+        data=tuple(loaded),
+    )
+
+
+def status(now: Status) -> Report:
+    """``%llm status``."""
+    rows: list[tuple[str, str]] = []
+    for i, info in enumerate(now.models):
+        rows.append(
+            (
+                "model" if i == 0 else "also loaded",
+                f"{info.name}: {info.family}, {info.parameters / 1e6:,.0f} M weights, {info.dtype}",
+            )
+        )
+    if not now.models:
+        rows.append(("model", "none yet; the first prompt loads the default one"))
+    if now.context:
+        rows.append(("context", f"{now.context:,} tokens, set by {now.context_origin}"))
+    memory = now.memory
+    rows += [
+        ("weights", size(memory.weights)),
+        (
+            "prefix cache",
+            f"{size(memory.live + memory.stored)} of {size(memory.budget)}: "
+            f"{size(memory.live)} live, {size(memory.stored)} stored",
+        ),
+        (
+            "MLX memory",
+            f"{size(memory.active)} in use, {size(memory.cache)} free buffers, "
+            f"peak {size(memory.peak)}" + (f", limit {size(memory.limit)}" if memory.limit else ""),
+        ),
+        ("device", f"{now.device}; BLAS: {_blas(now)}"),
+        ("requests", f"{now.requests:,} ended, {now.waiting:,} waiting or running"),
+    ]
+    return Report(rows=tuple(rows), note=now.blas.hint, data=now)
+
+
+def _blas(now: Status) -> str:
+    return now.blas.library or now.blas.state
+
+
+def overview(now: Status, branches: Sequence[str]) -> Page:
+    """A bare ``%llm``: where one stands and what to try."""
+    model = now.models[0].name if now.models else "none yet (the first prompt loads the default)"
+    used = now.memory.weights + now.memory.live + now.memory.stored
+    lines = [
+        f"Model: {model} · memory: {size(used)} · "
+        + (f"branches: {', '.join('@' + b for b in branches)}" if branches else "no branches yet"),
+        "",
+        "Try   %llm what is love?            a prompt on one line",
+        "      %%llm @chat                   a conversation; the prompt is on the lines below",
+        "      %llm status · %llm tree       what is in memory · what is cached",
+        "      %llm help                     everything else",
+    ]
+    return Page("\n".join(lines), now)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows with their columns aligned; the last one keeps its line breaks, indented."""
+    if not rows:
+        return []
+    count = max(len(row) for row in rows)
+    widths = [
+        max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(count - 1)
+    ]
+    lines = []
+    for row in rows:
+        front = "".join(cell.ljust(width + 2) for cell, width in zip(row, widths, strict=False))
+        last = row[-1] if len(row) == count else ""
+        lines.append((front + last.replace("\n", "\n" + " " * len(front))).rstrip())
+    return lines
+
+
+def _escape(text: str) -> str:
+    return html.escape(plain(text), quote=True)
