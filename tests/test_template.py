@@ -347,15 +347,13 @@ def test_cut_points_cost_few_tokens():
     """The prompt's end may tokenise differently when text follows; only its last tokens."""
     tokenizer = tokenizer_of("chatml", merges=True)
     text = "\n".join(CORPUS)
+    long = encode_raw(tokenizer, text)
     pick = random.Random(4)
     for _ in range(200):
-        cut = pick.randrange(1, len(text))
-        short, long = encode_raw(tokenizer, text[:cut]), encode_raw(tokenizer, text)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short)
-        )
+        short = encode_raw(tokenizer, text[: pick.randrange(1, len(text))])
+        pairs = enumerate(zip(short, long, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(short))
         assert len(short) - same <= 8
-        assert same <= len(tokenizer.encode(text[:cut]))
 
 
 def test_think_sentinel_in_the_generation_tail_is_replaced_by_the_answer():
@@ -586,3 +584,55 @@ def test_two_system_prompts():
     assert normalise(talk, "a") == tuple(talk)
     with pytest.raises(BadRequest, match="only one"):
         normalise(talk, "b")
+
+
+# --- the real tokenizer --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2(real_model_dir):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(real_model_dir)
+
+
+@pytest.mark.real
+@settings(max_examples=60, deadline=None)
+@given(user=contents, later=contents)
+def test_real_content_is_data(smollm2, user, later):
+    talk = [Message("user", user), Message("assistant", "ok"), Message("user", later)]
+    rendered = render(smollm2, talk)
+    names = [smollm2.convert_ids_to_tokens(i) for i in rendered.ids]
+    assert names.count("<|im_start|>") == 5
+    assert names.count("<|im_end|>") == 4
+    assert smollm2.decode(rendered.ids, clean_up_tokenization_spaces=False) == rendered.text
+
+
+@pytest.mark.real
+def test_real_ordinary_content_gives_the_tokenizers_own_ids(smollm2):
+    for talk in (TALK, [{"role": "system", "content": "Be brief."}, *TALK]):
+        own_way = smollm2.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+        assert list(render(smollm2, talk).ids) == list(own_way)
+
+
+@pytest.mark.real
+def test_real_marks_and_lint(smollm2):
+    rendered = render(smollm2, TALK)
+    (system, kind), *_, (prompt, last) = rendered.marks
+    assert (kind, last) == ("system", "prompt")
+    assert smollm2.decode(rendered.ids[:system]).startswith("<|im_start|>system\n")
+    assert smollm2.decode(rendered.ids[system:]).startswith("<|im_start|>user\n")
+    assert smollm2.decode(rendered.ids[prompt:]) == "<|im_start|>assistant\n"
+    assert lint(smollm2) == []
+
+
+@pytest.mark.real
+def test_real_cut_points_cost_few_tokens(smollm2):
+    text = "\n".join(CORPUS) + " naïve façade 🙂🙂 0123456789 " * 8
+    long = encode_raw(smollm2, text)
+    pick = random.Random(4)
+    for _ in range(200):
+        short = encode_raw(smollm2, text[: pick.randrange(1, len(text))])
+        pairs = enumerate(zip(short, long, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(short))
+        assert len(short) - same <= 8
