@@ -1,0 +1,37 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mlx_jupyter import blas
+
+blas.ensure()  # before any test module imports mlx
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ORDINARY_HOME = ("real", "kernel", "browser")
+"""Markers of tests that use the ordinary cache directory, so that the model is fetched once."""
+
+
+@pytest.fixture(scope="session")
+def real_model_dir() -> Path:
+    """The embedded default model as an MLX directory, in the ordinary cache directory."""
+    from mlx_jupyter.models import sources
+
+    return sources.resolve(sources.DEFAULT_MODEL).path
+
+
+@pytest.fixture(autouse=True)
+def isolated_home(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path | None:
+    """A cache directory of its own for each test that doesn't share the real model's."""
+    if any(request.node.get_closest_marker(name) for name in ORDINARY_HOME):
+        return None
+    home = tmp_path / "mlx-jupyter-home"
+    monkeypatch.setenv("MLX_JUPYTER_HOME", str(home))
+    return home
