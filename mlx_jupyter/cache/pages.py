@@ -41,14 +41,24 @@ def _compact(arrays: list[mx.array]) -> mx.array:
     return ly.compact(stacked) if len(arrays) == 1 else stacked
 
 
+class Tally:
+    """Bytes that the pages and marks of one cache hold, kept up as they change."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
 class Page:
-    """Rows of the tokens ``[start, end)``."""
+    """Rows of the tokens ``[start, end)``; its own bytes are counted in ``tally``."""
 
-    __slots__ = ("end", "last_used", "nbytes", "residence", "stacks", "start")
+    __slots__ = ("end", "last_used", "nbytes", "residence", "stacks", "start", "tally")
 
-    def __init__(self, start: int, end: int, residence: Residence = "live") -> None:
+    def __init__(self, start: int, end: int, tally: Tally, residence: Residence = "live") -> None:
         self.start = start
         self.end = end
+        self.tally = tally
         self.residence = residence
         self.stacks: tuple[ly.Rows, ...] = ()
         self.nbytes = 0
@@ -64,6 +74,7 @@ class Page:
         mx.eval(stacks)
         self.stacks = stacks
         self.nbytes = mx.get_array_buffer_size(stacks)
+        self.tally.nbytes += self.nbytes
         self.residence = "device"
 
     def capture(self, cache: Sequence[Any], groups: Groups) -> None:
@@ -94,13 +105,16 @@ class Page:
 
     def _release(self, residence: Residence) -> None:
         self.stacks = ()
+        self.tally.nbytes -= self.nbytes
         self.nbytes = 0
         self.residence = residence
 
     def split(self, at: int) -> tuple[Page, Page]:
         """Two pages, ``[start, at)`` and ``[at, end)``, each with compact arrays of its own."""
         assert self.start < at < self.end
-        parts = Page(self.start, at, self.residence), Page(at, self.end, self.residence)
+        parts = tuple(
+            Page(a, b, self.tally, self.residence) for a, b in ((self.start, at), (at, self.end))
+        )
         cut = at - self.start
         for part, where in zip(parts, (slice(None, cut), slice(cut, None)), strict=True):
             part.last_used = self.last_used
@@ -111,7 +125,10 @@ class Page:
                         for k, v in self.stacks
                     )
                 )
-        return parts
+        if self.residence == "device":
+            self.drop()
+        upper, lower = parts
+        return upper, lower
 
     def __repr__(self) -> str:
         return f"Page([{self.start}, {self.end}) {self.residence})"

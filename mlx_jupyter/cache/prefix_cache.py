@@ -25,7 +25,7 @@ from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import describe, items
 from mlx_jupyter.cache.match import Match, decide, match
-from mlx_jupyter.cache.pages import Groups, Mark, Page, group_layers, joined
+from mlx_jupyter.cache.pages import Groups, Mark, Page, Tally, group_layers, joined
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.trie import Node, Trie
 
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GHOSTS = 1 << 16
-"""Tokens of given-up paths that stay known, so that a later miss can be explained."""
+GHOST_TOKENS = 1 << 14
+GHOST_NODES = 128
+"""How much of given-up paths stays known, so that a later miss can be explained."""
 
 
 class PrefixCache:
@@ -57,12 +58,16 @@ class PrefixCache:
         self.live: list[Any] = make()
         self.layout = ly.Layout.of(self.live)
         self.live_ids = array("i")
-        self.trie: Trie[Page, Mark] = Trie(Page)
+        self.trie = self._empty_trie()
         self.groups: Groups = ()
         self.clock = 0
         self.version = 0
         self.needed: set[int] = set()
         self._tip_mark: Mark | None = None
+
+    def _empty_trie(self) -> Trie[Page, Mark]:
+        self._tally = tally = Tally()
+        return Trie(lambda start, end: Page(start, end, tally))
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -94,10 +99,7 @@ class PrefixCache:
 
     def stored_bytes(self) -> int:
         """Bytes of pages and snapshots outside the live cache."""
-        return sum(
-            sum(p.nbytes for p in node.pages) + sum(m.nbytes for m in node.marks.values())
-            for node in self.trie.nodes()
-        )
+        return self._tally.nbytes
 
     def view(self) -> TreeView:
         """An immutable description of now."""
@@ -148,6 +150,7 @@ class PrefixCache:
             tip, self._tip_mark = self._tip_mark, None
             taken = Mark.take(tip.at, tip.kind, self.live, self.layout.states)
             tip.states, tip.nbytes = taken.states, taken.nbytes
+            self._tally.nbytes += tip.nbytes
 
     def _row_bytes(self) -> int:
         """Bytes of one token's rows over all row layers."""
@@ -252,6 +255,7 @@ class PrefixCache:
             holder = next(n for n in path if n.start < mark.at <= n.end)
             if mark.at not in holder.marks or not holder.marks[mark.at].nbytes:
                 holder.marks[mark.at] = mark
+                self._tally.nbytes += mark.nbytes
         if tip and self.stateful and offset not in node.marks:
             self._tip_mark = node.marks[offset] = Mark(offset, tip, last_used=self.clock)
         if owner is not None:
@@ -292,7 +296,7 @@ class PrefixCache:
             if isinstance(thing, Page):
                 thing.drop()
             else:
-                node.marks.pop(thing.at, None)
+                self._tally.nbytes -= node.marks.pop(thing.at).nbytes
         self._prune()
         freed = before - self.stored_bytes()
         log.debug("gave up %d bytes for %d needed", freed, need)
@@ -313,26 +317,25 @@ class PrefixCache:
         """Forget everything."""
         self._tip_mark = None
         self.live, self.live_ids = self._make(), array("i")
-        self.trie = Trie(Page)
+        self.trie = self._empty_trie()
         mx.clear_cache()
 
     def _prune(self) -> None:
-        """Remove the oldest wholly given-up leaves beyond ``GHOSTS`` tokens."""
+        """Forget the oldest given-up leaves beyond what is kept for explanations."""
         live = {id(n) for n in self._live_path()}
-        while True:
-            ghosts = [
-                n
-                for n in self.trie.nodes()
-                if not n.children and id(n) not in live and _is_ghost(n)
-            ]
-            total = sum(len(n.tokens) for n in ghosts)
-            if total <= GHOSTS:
+        while ghosts := [
+            n for n in self.trie.nodes() if not n.children and id(n) not in live and _is_ghost(n)
+        ]:
+            ghosts.sort(key=lambda n: n.last_used)
+            tokens, count = sum(len(n.tokens) for n in ghosts), len(ghosts)
+            if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
                 return
-            for node in sorted(ghosts, key=lambda n: n.last_used):
-                self.trie.remove(node)
-                total -= len(node.tokens)
-                if total <= GHOSTS:
+            # A removal can merge the parent and make it a leaf: look again afterwards.
+            for node in ghosts:
+                if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
                     break
+                tokens, count = tokens - len(node.tokens), count - 1
+                self.trie.remove(node)
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
@@ -350,6 +353,11 @@ class PrefixCache:
                 assert (page.residence == "live") == is_live, (node, page, offset)
             for mark in node.marks.values():
                 assert bool(mark.nbytes) or mark is self._tip_mark, (node, mark.at)
+        held = sum(
+            sum(p.nbytes for p in node.pages) + sum(m.nbytes for m in node.marks.values())
+            for node in self.trie.nodes()
+        )
+        assert held == self.stored_bytes(), (held, self.stored_bytes())
         total = self.live_bytes() + self.stored_bytes()
         assert total <= self.budget or not self.stored_bytes(), (total, self.budget)
 

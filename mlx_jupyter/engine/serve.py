@@ -27,6 +27,7 @@ from mlx_jupyter.engine.request import (
     Loading,
     Options,
     Request,
+    Terminal,
     Ticket,
 )
 from mlx_jupyter.engine.sampling import Sampling
@@ -97,8 +98,7 @@ class Serve:
         """Serve it; whatever happens, one terminal event."""
         with _quick_switches():
             end = self._outcome()
-        self.forget()
-        self.ticket.emit(end)
+        _end(self.ticket, end, self.forget)
 
     def _outcome(self) -> Done | Failed:
         try:
@@ -106,11 +106,9 @@ class Serve:
         except Interrupted:
             return Done(self.ticket.partial())
         except LLMError as error:
-            _detach(error)
             return Failed(error, self._partial())
         except Exception as error:
             log.debug("the request failed", exc_info=True)
-            _detach(error)
             failure = ComputeError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             return Failed(failure, self._partial())
@@ -226,8 +224,7 @@ class Load:
     def run(self) -> None:
         """Load it; whatever happens, one terminal event."""
         end = self._outcome()
-        self.forget()
-        self.ticket.emit(end)
+        _end(self.ticket, end, self.forget)
 
     def _outcome(self) -> Loaded | Done | Failed:
         try:
@@ -242,13 +239,20 @@ class Load:
         except Interrupted:
             return Done(self.ticket.partial())
         except Exception as error:
-            _detach(error)
             if isinstance(error, LLMError):
                 return Failed(error)
             log.debug("the load failed", exc_info=True)
             failure = ComputeError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             return Failed(failure)
+
+
+def _end(ticket: Ticket, end: Terminal, forget: Callable[[], None]) -> None:
+    """Send the terminal event."""
+    if isinstance(end, Failed):
+        _detach(end.error)
+    forget()
+    ticket.emit(end)
 
 
 def _detach(error: BaseException) -> None:
