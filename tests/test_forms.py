@@ -18,7 +18,7 @@ from mlx_jupyter.cache.view import MarkView, NodeView, PageView, TreeView
 from mlx_jupyter.widgets.forms import clip_cells, tree_html, tree_svg, tree_text
 from mlx_jupyter.widgets.icicle import Scale, layout, ruler
 from mlx_jupyter.widgets.picture import COLOURS
-from mlx_jupyter.widgets.tree_data import human_bytes, latest_branches, tree_json, visible
+from mlx_jupyter.widgets.tree_data import human_bytes, label, latest_branches, tree_json, visible
 
 JS = pathlib.Path(__file__).parent.parent / "js"
 FIXTURE = JS / "test" / "fixtures" / "demo.json"
@@ -352,6 +352,22 @@ def test_hidden_characters_become_visible():
     assert visible("a\nb\tc\rd") == "a↵b⇥c␍d"
     assert visible("\x00\x1b\u202e\ud800\ufeff") == "\\x00\\x1b\\u202e\\ud800\\ufeff"
     assert visible("👩‍👩‍👧 é 你好") == "👩‍👩‍👧 é 你好"
+
+
+def test_labels_shorten_control_tokens():
+    assert label("<|im_end|>↵<|im_start|>user↵Hi<b>") == "▪user: Hi<b>"
+    assert label("so.<end_of_turn>↵<start_of_turn>model↵") == "so. ▪model:"
+    assert label("a < b |> c") == "a < b |> c"
+    assert label("") == "(no text)"
+
+
+def test_narrow_tall_boxes_have_their_text_upright():
+    leaves = [node(100 + i, 2000, 2100, f"leaf {i}") for i in range(9)]
+    made = node(29, 1999, 2000, "twig", *leaves)
+    for key in range(28, 0, -1):
+        made = node(key, (key - 1) * 70, key * 70 if key < 28 else 1999, f"trunk {key}", made)
+    view = TreeView(root=NodeView(0, 0, 0, np.zeros(0, np.int32), (made,)))
+    assert "rotate(90)" in tree_svg(view)
 
 
 def test_clipping_counts_terminal_cells():

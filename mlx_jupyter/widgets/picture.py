@@ -80,7 +80,8 @@ COLOURS: dict[Shade, dict[str, str]] = {
 
 _SANS = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif'
 _MONO = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace'
-_PAD, _LANE, _GAP, _BAND, _HEAD, _RULER, _LEGEND = 12, 42, 2, 6, 30, 20, 30
+_PAD, _LANE, _GAP, _BAND, _HEAD, _RULER = 12, 42, 2, 6, 30, 20
+_NARROW = 6  # fewer characters a line than this, and a tall box has its text upright
 _CHAR, _LINE = 6.7, 14  # of the 11 px monospace text
 
 
@@ -104,15 +105,11 @@ class Picture:
         self.colours = COLOURS[shade]
         self.width = width
         self.placed = layout(tree, width - 2 * _PAD)
-        body = max(1, self.placed.lanes) * _LANE + (_LINE + 4 if hidden else 0)
-        self.height = height = _PAD + _HEAD + _RULER + body + _LEGEND + _PAD // 2
         self.svg = ET.Element(
             "svg",
             {
                 "xmlns": "http://www.w3.org/2000/svg",
                 "width": str(width),
-                "height": str(height),
-                "viewBox": f"0 0 {width} {height}",
                 "role": "img",
                 "font-family": _SANS,
                 "font-size": "11",
@@ -124,9 +121,10 @@ class Picture:
         """The finished document."""
         placed, hidden = self.placed, self.hidden
         self._patterns()
-        self._rect(0.5, 0.5, self.width - 1, self.height - 1, self.colours["card"], rx=6)
+        card = self._rect(0.5, 0.5, self.width - 1, 0, self.colours["card"], rx=6)
         self._head()
         top = _PAD + _HEAD + _RULER
+        bottom = top + max(1, placed.lanes) * _LANE
         if placed.boxes:
             self._ruler(placed.scale, top)
             for box in placed.boxes:
@@ -136,9 +134,12 @@ class Picture:
             self._text(_PAD, top, EMPTY, self.colours["text"], size=13)
         if hidden:
             told = f"… and {counted(hidden, 'branch', 'branches')} used less recently, not drawn"
-            y = top + placed.lanes * _LANE + _LINE
-            self._text(_PAD, y, told, self.colours["muted"])
-        self._legend(self.height - _PAD - 4)
+            self._text(_PAD, bottom + _LINE, told, self.colours["muted"])
+            bottom += _LINE + 4
+        height = round(self._legend(bottom + 20)) + _PAD
+        self.svg.set("height", str(height))
+        self.svg.set("viewBox", f"0 0 {self.width} {height}")
+        card.set("height", _px(height - 1))
         return ET.tostring(self.svg, encoding="unicode")
 
     def _head(self) -> None:
@@ -178,7 +179,14 @@ class Picture:
         cells = int(w / _CHAR)
         rows = int((h - _BAND - 6) // _LINE)
         owners = clip_cells(", ".join(node.get("owners", ())), 24)
-        if cells < 2 or rows < 1:
+        if cells < _NARROW and rows >= _NARROW and w >= 10:
+            upright = self._text(
+                0, 0, clip_cells(text, int((h - 12) / _CHAR)), self.colours["text"]
+            )
+            upright.set("font-family", _MONO)
+            upright.set("transform", f"translate({_px(x + w / 2 - 3)} {_px(y + 6)}) rotate(90)")
+            return
+        if cells < 2:
             return
         lines = _wrapped(text, cells, rows)
         if owners and rows == 1:
@@ -213,30 +221,32 @@ class Picture:
         )
         letter.set("text-anchor", "middle")
 
-    def _legend(self, y: float) -> None:
+    def _legend(self, y: float) -> float:
+        """Explain what occurs, in as many rows as it takes; gives the last row's baseline."""
+        nodes = self.tree["nodes"]
+        held = {run[2] for node in nodes for run in node["runs"]}
+        kinds = {mark[1] for node in nodes for mark in node.get("marks", ())}
+        entries = [(name, name) for name in RESIDENCES if name in held]
+        if any(node.get("active") for node in nodes):
+            entries.append(("active", "active path"))
+        entries += [(kind, f"{kind} snapshot") for kind in MARK_LETTERS if kind in kinds]
         x = float(_PAD)
-        held = {run[2] for node in self.tree["nodes"] for run in node["runs"]}
-        for name in RESIDENCES:
-            if name in held:
-                self._rect(x, y - 9, 22, 11, self.colours[f"{name}-tint"])
-                self._rect(x, y - 4, 22, _BAND, f"url(#{name})")
-                x = self._legend_text(x + 27, y, name)
-        if any(node.get("active") for node in self.tree["nodes"]):
-            box = self._rect(x + 1, y - 9, 20, 11, "none", rx=2)
-            box.set("stroke", self.colours["active"])
-            box.set("stroke-width", "2")
-            x = self._legend_text(x + 27, y, "active path")
-        kinds = {mark[1] for node in self.tree["nodes"] for mark in node.get("marks", ())}
-        if kinds:
-            x = self._legend_text(x, y, "snapshots:") - 4
-        for kind in (kind for kind in MARK_LETTERS if kind in kinds):
-            self._mark(x + 10, y - 9, 11, kind)
-            x = self._legend_text(x + 15, y, kind)
-
-    def _legend_text(self, x: float, y: float, text: str) -> float:
-        """A word of the legend; gives where the next entry begins."""
-        self._text(x, y, text, self.colours["muted"])
-        return x + 6.4 * len(text) + 12
+        for key, text in entries:
+            wide = 27 + 6.6 * len(text)
+            if x > _PAD and x + wide > self.width - _PAD:
+                x, y = float(_PAD), y + 18
+            if key in RESIDENCES:
+                self._rect(x, y - 9, 22, 11, self.colours[f"{key}-tint"])
+                self._rect(x, y - 4, 22, _BAND, f"url(#{key})")
+            elif key == "active":
+                box = self._rect(x + 1, y - 9, 20, 11, "none", rx=2)
+                box.set("stroke", self.colours["active"])
+                box.set("stroke-width", "2")
+            else:
+                self._mark(x + 22, y - 9, 11, key)
+            self._text(x + 27, y, text, self.colours["muted"])
+            x += wide + 12
+        return y
 
     def _patterns(self) -> None:
         """Fills that tell the residences apart without colour."""
@@ -300,7 +310,7 @@ def _wrapped(text: str, cells: int, rows: int) -> list[str]:
         if not taken:
             break
         space = taken.rfind(" ")
-        if space > len(taken) // 2 and not text[len(taken) :].startswith(" "):
+        if space > len(taken) // 3 and not text[len(taken) :].startswith(" "):
             taken = taken[: space + 1]
         lines.append(taken)
         text = text[len(taken) :].lstrip(" ")

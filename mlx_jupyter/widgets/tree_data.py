@@ -147,7 +147,7 @@ def label(text: str) -> str:
     Each run of a template's control tokens becomes one small square, and a role after it is written
     as in a play.
     """
-    return _ROLE.sub(r"▪\1: ", _CONTROL.sub("▪", text)).rstrip() or "(no text)"
+    return _ROLE.sub(r" ▪\1: ", _CONTROL.sub("▪", text)).strip() or "(no text)"
 
 
 def clip_chars(text: str, limit: int) -> str:

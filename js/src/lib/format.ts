@@ -26,5 +26,5 @@ const ROLE = /▪(system|user|assistant|model|tool)↵+/gu;
  * a role after it is written as in a play.
  */
 export function label(text: string): string {
-  return text.replace(CONTROL, "▪").replace(ROLE, "▪$1: ").trimEnd() || "(no text)";
+  return text.replace(CONTROL, "▪").replace(ROLE, " ▪$1: ").trim() || "(no text)";
 }

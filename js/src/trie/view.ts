@@ -25,6 +25,7 @@ const GAP = 2;
 const PAD = 12;
 const LINE = 15;
 const BAND = 6;
+const NARROW = 48; // where a tall box has its text upright
 const OVERSCAN = 200;
 const SMALLEST = 1.5;
 const FALLBACK_WIDTH = 800;
@@ -121,8 +122,10 @@ function Icicle({ tree }: { tree: Snapshot }) {
     if (scroller.current && selected) reveal(scroller.current, selected, lane);
   }, [selectedId]);
 
-  /** Zoom about a point of the viewport, its middle by default. */
-  const zoomTo = (wanted: number, offset = view.width / 2) => {
+  /** Zoom about a point of the viewport: by default the selection if it is in sight, else the middle. */
+  const zoomTo = (wanted: number, about?: number) => {
+    const begins = selected ? PAD + selected.x0 - view.left : -1;
+    const offset = about ?? (begins >= 0 && begins < view.width ? begins : view.width / 2);
     const next = Math.min(most, Math.max(1, wanted));
     const left = scroller.current?.scrollLeft ?? 0;
     anchor.current = { position: placed.scale.invert(left + offset - PAD), offset };
@@ -173,7 +176,7 @@ function Icicle({ tree }: { tree: Snapshot }) {
           disabled=${zoom === 1} onClick=${() => zoomTo(1)}>Fit</button>
       </div>
     <//>
-    <div class="mj-scroll" data-testid="trie-viewport" ref=${scroller} onScroll=${measure}
+    <div class="mj-stage"><div class="mj-scroll" data-testid="trie-viewport" ref=${scroller} onScroll=${measure}
       onWheel=${onWheel} style=${{ "--mj-view": `${view.width}px` }}>
       <div class="mj-ruler" data-testid="trie-ruler" aria-hidden="true"
         style=${{ width: `${placed.width + 2 * PAD}px` }}>
@@ -198,7 +201,7 @@ function Icicle({ tree }: { tree: Snapshot }) {
             onZoom=${() => zoomOn(box)} />`,
         )}
       </div>
-    </div>
+    </div></div>
     <${Detail} tree=${tree} box=${selected} />
     <${Legend} tree=${tree} />
   `;
@@ -251,7 +254,8 @@ function Node({ box, placed, lane, id, selected, onSelect, onZoom }: NodeProps) 
   const lost = heldTokens(node) === 0;
   const lines = Math.max(1, Math.floor((height - BAND - 4) / LINE));
   const below = lines > 1;
-  const named = owners !== "" && width >= (below ? 48 : 140);
+  const upright = width < NARROW && height > 2 * NARROW;
+  const named = owners !== "" && width >= (below ? NARROW : 140);
   const rows = named && below ? lines - 1 : lines;
   const x = (position: number) => Math.min(width, placed.scale.at(position) - box.x0);
   const classes = [
@@ -259,6 +263,7 @@ function Node({ box, placed, lane, id, selected, onSelect, onZoom }: NodeProps) 
     node.active && "mj-is-active",
     lost && "mj-is-lost",
     below && "mj-is-tall",
+    upright && "mj-is-narrow",
   ];
   return html`
     <div role="treeitem" id=${id} class=${classes.filter(Boolean).join(" ")} data-testid="trie-node"
@@ -279,8 +284,8 @@ function Node({ box, placed, lane, id, selected, onSelect, onZoom }: NodeProps) 
             style=${{ left: `${x(start)}px`, width: `${Math.max(0.5, x(end) - x(start))}px` }} />`,
       )}
       ${
-        width >= 24 &&
-        html`<span class="mj-label" style=${{ "--rows": rows }}>
+        width >= 20 &&
+        html`<span class="mj-label" style=${{ "--rows": upright ? 1 : rows, "--reach": `${height - BAND}px` }}>
           <span class="mj-text">${label(node.text)}</span>
           ${named && html`<span class="mj-owner" data-testid="trie-owner">${owners}</span>`}
         </span>`
@@ -340,8 +345,9 @@ function Detail({ tree, box }: { tree: Snapshot; box: Box | null }) {
   if (!box) {
     return html`
       <div class="mj-detail mj-hint" data-testid="trie-detail" role="status">
-        Click a box, or press an arrow key in the drawing, to see what it holds. <kbd>+</kbd> <kbd>−</kbd>
-        and Ctrl + wheel zoom, <kbd>Enter</kbd> zooms on the selection, <kbd>0</kbd> shows everything.
+        Click a box, or press an arrow key in the drawing, to see what it holds.
+        ${" "}<kbd>+</kbd> <kbd>−</kbd> and Ctrl + wheel zoom, <kbd>Enter</kbd> zooms on the selection,
+        ${" "}<kbd>0</kbd> shows everything.
       </div>
     `;
   }
