@@ -191,7 +191,8 @@ def _take_option(text: str, at: int, argv: list[str]) -> int:
     if name in spellings and name.startswith("--"):
         action = spellings[name]
     elif word[:2] in spellings and not word.startswith("--"):
-        name, value, equals, action = word[:2], word[2:], word[2:], spellings[word[:2]]
+        name, action = word[:2], spellings[word[:2]]
+        equals, value = word[2:], word[2:].removeprefix("=")
     else:
         raise _unknown(word)
     long = action.option_strings[-1]

@@ -6,7 +6,8 @@ is written as an entity (in math a blank after ``<`` does the same), pictures be
 request leaves the machine by itself) and script links lose their scheme. Inside code all signs
 have to stay, so code is rewritten into forms that no Markdown reader can see otherwise: fences at
 the left margin with blank lines around, and spans that open and close on one line; any other
-backtick is escaped. The text itself, copied or in ``text/plain``, is never changed.
+backtick is escaped. Readers that know math might see a formula that ends inside code; if the code
+could do harm then, the formula signs outside it are escaped. The text itself, copied or in ``text/plain``, is never changed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _SCHEME = re.compile(r"((?i:javascript|vbscript|data))(\\*:)")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _ENTITY = re.compile(r"&(?=[A-Za-z#])")
 _MATH = re.compile(r"(\$\$?)(?=\S)([^$]+)\1")
+_FORMULA = re.compile(r"(\\*)(\$|begin\{|[\[(])")
+_FORMULA_END = re.compile(r"\$|\\end\{|\\[\])]")
 _RISKY = re.compile(rf"{_TAG.pattern}|!\[|{_SCHEME.pattern}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BREAK = "\u2060"  # word joiner: invisible, and no longer a URL scheme
@@ -42,20 +45,28 @@ def _picture(found: re.Match[str]) -> str:
 
 def safe_markdown(text: str) -> str:
     """Markdown that shows ``text`` and can't inject HTML, script or requests."""
-    out: list[str] = []
     lines = plain(text).split("\n")
-    at, in_math = 0, False
+    out: list[str] = []
+    code: list[str] = []  # all text that stays raw
+    prose: list[int] = []  # indices into out of lines that aren't in a fence
+    at = 0
     while at < len(lines):
         fence = _FENCE.match(lines[at])
         if fence is None:
-            in_math ^= lines[at].count("$$") % 2 == 1
-            out.append(_outside(lines[at], math=in_math))
+            prose.append(len(out))
+            out.append(lines[at])
+            code += [lines[at][start:end] for start, end in _code_spans(lines[at])]
             at += 1
             continue
-        in_math = False
         end = _closing(lines, at, fence.group(1))
+        code += lines[at + 1 : end]
         out += _fenced(lines[at], lines[at + 1 : end], fence.group(2))
         at = end + 1
+    formulas = not (any(map(_RISKY.search, code)) and any(map(_FORMULA_END.search, code)))
+    in_math = False
+    for i in prose:
+        in_math ^= out[i].count("$$") % 2 == 1
+        out[i] = _outside(out[i], math=in_math and formulas, formulas=formulas)
     return "\n".join(out)
 
 
@@ -78,19 +89,24 @@ def _fenced(first: str, content: list[str], info: str) -> list[str]:
     return ["", mark + language, *body, mark, ""]
 
 
-def _outside(line: str, *, math: bool) -> str:
-    """A line that isn't in a fence."""
+def _outside(line: str, *, math: bool, formulas: bool) -> str:
+    """A line that isn't in a fence; ``math`` when it is inside a ``$$`` block."""
+    out: list[str] = []
+    at = 0
+    for start, end in _code_spans(line):
+        out += [_text(line[at:start], math=math, formulas=formulas), line[start:end]]
+        at = end
+    return "".join([*out, _text(line[at:], math=math, formulas=formulas)])
+
+
+def _code_spans(line: str) -> list[tuple[int, int]]:
+    """The spans that may stay code."""
     spans = _spans(line)
     inside = [line[start:end] for start, end in spans]
     if any("|" in span for span in inside) and any(_RISKY.search(span) for span in inside):
         # A table splits its cells at | even in code, and would take the span apart.
-        spans = []
-    out: list[str] = []
-    at = 0
-    for start, end in spans:
-        out += [_text(line[at:start], math=math), line[start:end]]
-        at = end
-    return "".join([*out, _text(line[at:], math=math)])
+        return []
+    return spans
 
 
 def _spans(line: str) -> list[tuple[int, int]]:
@@ -115,10 +131,12 @@ def _spans(line: str) -> list[tuple[int, int]]:
     return found
 
 
-def _text(text: str, *, math: bool) -> str:
+def _text(text: str, *, math: bool, formulas: bool) -> str:
     """Ordinary text: nothing in it is HTML, a code span, a picture or a script link."""
     text = re.sub(r"(\\*)(`+)", _escaped_run, text)
-    if math:
+    if not formulas:
+        text = _FORMULA.sub(_escaped_formula, text)
+    elif math:
         text = _TAG.sub("< ", text)
     else:
         text = _MATH.sub(lambda found: _TAG.sub("< ", found.group()), text)
@@ -137,3 +155,12 @@ def _escaped_run(found: re.Match[str]) -> str:
 def _escaped_bang(found: re.Match[str]) -> str:
     slashes = found.group(1)
     return slashes + ("![" if len(slashes) % 2 else "\\![")
+
+
+def _escaped_formula(found: re.Match[str]) -> str:
+    slashes, sign = found.groups()
+    if sign == "$":
+        return slashes + ("$" if len(slashes) % 2 else "\\$")
+    if not slashes:
+        return sign
+    return slashes + _BREAK + sign
