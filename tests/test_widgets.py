@@ -66,15 +66,16 @@ def test_snapshot_is_json_with_a_version_and_without_tokens():
     assert len(view.snapshot["nodes"]) == 12
 
 
-def test_update_shows_newer_moments_only():
+def test_update_shows_newer_moments_and_other_models_only():
     view = TrieView(demo_tree())
     seen = []
     view.observe(lambda change: seen.append(change["new"]["version"]), "snapshot")
-    view.update(replace(demo_tree(), version=41, model="older"))
-    view.update(replace(demo_tree(), version=42, model="same"))
-    view.update(replace(demo_tree(), version=43, model="newer"))
-    assert seen == [43]
-    assert "newer" in view._repr_mimebundle_()[0]["text/html"]
+    view.update(replace(demo_tree(), version=41))
+    view.update(demo_tree())
+    view.update(replace(demo_tree(), version=43))
+    view.update(replace(demo_tree(), version=1, model="another"))
+    assert seen == [43, 1]
+    assert "another" in view._repr_mimebundle_()[0]["text/html"]
 
 
 def test_bundle_has_the_live_view_text_and_picture():

@@ -46,10 +46,11 @@ class TrieView(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget has no t
         super().__init__(snapshot=dict(tree_json(view)), **kwargs)
 
     def update(self, view: TreeView) -> None:
-        """Show another moment; an older or equal version changes nothing."""
-        if view.version > self._view.version:
-            self._view = view
-            self.snapshot = dict(tree_json(view))
+        """Show another moment; one of the same model that isn't newer changes nothing."""
+        if view.model == self._view.model and view.version <= self._view.version:
+            return
+        self._view = view
+        self.snapshot = dict(tree_json(view))
 
     def live_bundle(self) -> Bundle:
         """The MIME bundle of the widget alone, for an output beside its static form."""
