@@ -94,7 +94,7 @@ def _watch(
         if now != seen:
             seen, since = now, time.monotonic()
         elif time.monotonic() - since > stall:
-            raise ChildFailed(f"no progress for {stall:.0f} s")
+            raise ChildFailed(f"no progress for {stall:g} s")
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(PERIOD)
             return

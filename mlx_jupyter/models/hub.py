@@ -1,18 +1,22 @@
 """Models from the Hugging Face Hub, through ``huggingface_hub`` in a child process.
 
 The child takes the user's settings (``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME``, tokens,
-timeouts) as ``huggingface_hub`` reads them, resumes what an earlier run left, and reports on its
-standard output, one JSON object a line: progress, then a path or an error.
+timeouts) as ``huggingface_hub`` reads them and reports on its standard output, one JSON object a
+line: progress, then a path or an error. A file that breaks off goes on where it stopped; after a
+cancel the next run keeps the files that were complete and fetches the others anew, as the library
+shares no partial files between processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlx_jupyter.models import child
 from mlx_jupyter.models.child import ChildFailed
@@ -50,7 +54,7 @@ def fetch(
         repository: ``owner/name``.
         directory: an empty directory for the child's output.
         progress: called with (text, bytes done, bytes in all).
-        cancelled: looked at all the time; what was downloaded stays for the next try.
+        cancelled: looked at all the time; complete files stay for the next try.
         trust_remote_code: whether the repository's Python files are fetched and may be run.
 
     Raises:
@@ -115,15 +119,27 @@ def _download(repository: str, *, trust_remote_code: bool) -> str:
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
     patterns = [*_WANTED, "*.py"] if trust_remote_code else list(_WANTED)
-    config = json.loads(Path(hf_hub_download(repository, "config.json")).read_text())
-    if isinstance(config, dict) and "model_file" in config and not trust_remote_code:
-        raise PermissionError("it wants to run its own code (model_file); that is refused")
     if constants.HF_HUB_OFFLINE:
         return str(snapshot_download(repository, allow_patterns=patterns))
-    info = HfApi().model_info(repository, files_metadata=True, timeout=10)
+    try:  # the one request that isn't repeated by the library, so a dead network shows at once
+        info = HfApi().model_info(
+            repository, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except Exception as error:
+        if not _unreachable(error):
+            raise
+        try:
+            return str(
+                snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
+            )
+        except OSError:
+            raise error from None
     total = sum(_sizes(info.siblings or [], patterns))
     if not total:
         raise FileNotFoundError("it has no model*.safetensors files")
+    config = json.loads(Path(hf_hub_download(repository, "config.json")).read_text())
+    if isinstance(config, dict) and "model_file" in config and not trust_remote_code:
+        raise PermissionError("it wants to run its own code (model_file); that is refused")
     folder = "models--" + repository.replace("/", "--")
     stop = threading.Event()
 
@@ -135,9 +151,7 @@ def _download(repository: str, *, trust_remote_code: bool) -> str:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        path = snapshot_download(
-            repository, revision=info.sha, allow_patterns=patterns, max_workers=4
-        )
+        path = snapshot_download(repository, allow_patterns=patterns, max_workers=4)
     finally:
         stop.set()
         watcher.join()
@@ -156,31 +170,64 @@ def _sizes(files: Any, patterns: list[str]) -> Iterator[int]:
             yield file.size or 0
 
 
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Names, since the HTTP library below ``huggingface_hub`` differs between its versions."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _unreachable(error: BaseException) -> bool:
+    wanted = {"ConnectError", "TimeoutException", "Timeout", "ConnectionError"}
+    return any(_kinds(cause) & wanted for cause in _causes(error))
+
+
 def _explain(error: BaseException) -> str:
     """One line for people about an error of ``huggingface_hub`` or of the network below it."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = _kinds(error)
     if "GatedRepoError" in kinds:
         return "its owner asks to accept terms first; do so on its page, then `hf auth login`"
     if "RepositoryNotFoundError" in kinds:
         return "no such repository, or a private one"
     if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
         return "it has no config.json"
-    cause: BaseException | None = error
-    while cause is not None:
-        name = type(cause).__name__
-        if "Timeout" in name:
-            return "no answer in time"
-        if "OfflineMode" in name or os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True"):
+    for cause in _causes(error):
+        kinds = _kinds(cause)
+        if "OfflineModeIsEnabled" in kinds or _offline():
             return "offline (HF_HUB_OFFLINE) and not in the local cache"
-        if name == "ConnectError":
-            return f"can't be reached ({cause})"
-        cause = cause.__cause__ or cause.__context__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+        if kinds & {"TimeoutException", "Timeout"}:
+            return "no answer in time"
+        if kinds & {"ConnectError", "ConnectionError"}:
+            return f"can't be reached ({' '.join(str(cause).split())[:200]})"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _clean_up(number: int, frame: object) -> NoReturn:
+    """Remove the partial files that this process is writing, then end."""
+    import psutil
+
+    del frame
+    for file in psutil.Process().open_files():
+        if file.path.endswith(".incomplete"):
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+    os._exit(128 + number)
 
 
 def main(arguments: list[str]) -> int:
     """Download the repository that the first argument names; report on standard output."""
+    signal.signal(signal.SIGTERM, _clean_up)
     try:
         path = _download(arguments[0], trust_remote_code="--trust-remote-code" in arguments)
     except Exception as error:
