@@ -18,11 +18,13 @@ MISTUNE = mistune.create_markdown(
 )
 
 PIECES = [
-    "<img src=x onerror=alert(1)>", "<script>", "</b>", "<!-- ", "<?x?>", "<b\n>", "<javascript:x>",
+    "<img src=x onerror=alert(1)>", "<script>", "</b>", "<!-- ", "<?x?>", "<b\n>",
+    "<javascript:x>",
     "&lt;", "&#60;", "&", "<", ">", "`", "``", "```", "````", "~~~", "\\", "\\`", "|", "\n", "\n\n",
     "\n    ", "\n  ", "\n- ", "\n1. ", "\n> ", "\n\t", "\n|-|-|\n", "| a | b |", "![", "[", "](", ")",
     "](javascript:alert(1))", "[x]: javascript:y\n", "[x]", "JaVaScRiPt:", "data\\:", "$", "$$",
-    "\n$$\n", "\\begin{x}", "\\end{x}", "\\\\[", "\\\\]", "\\(", "\\)", "\n```\n", "\n~~~\n", "`<b>`",
+    "\n$$\n", "\\begin{x}", "\\end{x}", "\\\\[", "\\\\]", "\\(", "\\)",
+    "\n```\n", "\n~~~\n", "`<b>`",
     "*", "_", "#", "===", "---", "a", " ", "python", "\r", "\x1b[31m", "é", "'", '"', "!", "<b",
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ class Completer:
     def __call__(self, _shell: InteractiveShell, event: Any) -> list[str]:
         """The hook; IPython keeps those that begin with what is typed."""
         before = event.text_until_cursor
-        if not re.match(r"\s*(?:\w+\s*=\s*)?%%?llm\s", before):
+        if not re.match(r"(?:[^%#]*=)?\s*%%?llm\s", before):
             return []
         # The completer's word has lost an @ in front of it, since @ separates words there.
         return self.candidates(before, cut_at="@" not in event.symbol)

@@ -152,7 +152,7 @@ class Notebook(_Collecting):
 
     def fail(self) -> None:
         """Leave the text, or an empty output where progress was."""
-        if self._shown is not None or self.pieces:
+        if self._shown is not None or self.text():
             self._publish(bundle(self.text(), "", self.view))
 
     def _publish(self, data: Bundle) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _KEYS = ("%llm", "%%llm")
+_ASSIGNED = r"[^%#]*=\s*%llm\s"
 
 
 def load(shell: InteractiveShell) -> None:
@@ -25,6 +27,7 @@ def load(shell: InteractiveShell) -> None:
     cells.install(shell)
     for key in _KEYS:
         shell.set_hook("complete_command", magics.completer, str_key=key)  # type: ignore[no-untyped-call]
+    shell.set_hook("complete_command", magics.completer, re_key=_ASSIGNED)  # type: ignore[no-untyped-call]
     formatters = _formatters(shell)
     formatters["text/plain"].for_type(Answer, _pretty)
     formatters["text/markdown"].for_type(Answer, _markdown)
@@ -45,6 +48,7 @@ def unload(shell: InteractiveShell) -> None:
     if dispatcher is not None:
         for key in _KEYS:
             dispatcher.strs.pop(key, None)
+        dispatcher.regexs.pop(re.compile(_ASSIGNED), None)
     for mime in ("text/plain", "text/markdown"):
         formatter = _formatters(shell)[mime]
         if Answer in formatter:

@@ -7,7 +7,8 @@ request leaves the machine by itself) and script links lose their scheme. Inside
 have to stay, so code is rewritten into forms that no Markdown reader can see otherwise: fences at
 the left margin with blank lines around, and spans that open and close on one line; any other
 backtick is escaped. Readers that know math might see a formula that ends inside code; if the code
-could do harm then, the formula signs outside it are escaped. The text itself, copied or in ``text/plain``, is never changed.
+could do harm then, the formula signs outside it are escaped. The text itself, copied or in
+``text/plain``, is never changed.
 """
 
 from __future__ import annotations
