@@ -50,7 +50,19 @@ def leftovers() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2", "", "no-such-model", "./no/such/dir", "x.gguf", "a/b/c"]
+    "name",
+    [
+        "smollm2",
+        "",
+        "no-such-model",
+        "./no/such/dir",
+        "x.gguf",
+        "a/b/c",
+        "~nobody9/x",
+        "x\0y",
+        "y" * 5000,
+        "two\nlines",
+    ],
 )
 def test_unknown_names_fail_at_once_and_never_ask_the_network(name, monkeypatch):
     def refuse(*args, **kwargs):
@@ -575,6 +587,16 @@ def test_a_repository_with_code_of_its_own_is_refused_before_its_weights_are_fet
     assert not any("safetensors" in path for _, path, _ in hub.requests)
     path = sources.resolve("tiny/model", trust_remote_code=True).path
     assert (path / "evil.py").is_file()
+
+
+def test_modules_in_the_users_directory_are_not_run(hub, index, tmp_path, monkeypatch):
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    for name in ("json", "pip", "huggingface_hub", "mlx_jupyter"):
+        (folder / f"{name}.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(folder)
+    assert sources.resolve("tiny/model").path.is_dir()
+    assert sources.resolve("tiny").path.is_dir()
 
 
 def test_python_files_stay_on_the_hub(hub, model_dir):

@@ -34,6 +34,12 @@ _WANTED = (
     "*.jinja",
 )
 
+_ROOT = Path(__file__).resolve().parents[2]
+_CHILD = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from mlx_jupyter.models import hub; sys.exit(hub.main(sys.argv[2:]))"
+)
+
 
 def endpoint() -> str:
     """The hub's address in force."""
@@ -77,7 +83,8 @@ def fetch(
 
     flags = ["--trust-remote-code"] if trust_remote_code else []
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "mlx_jupyter.models.hub", repository, *flags]
+    # -P: a file in the user's directory that is called like a module must not be run.
+    command = [sys.executable, "-P", "-c", _CHILD, str(_ROOT), repository, *flags]
     try:
         child.run(command, log, measure=measure, cancelled=cancelled, env=quiet)
     except ChildFailed:
@@ -235,7 +242,3 @@ def main(arguments: list[str]) -> int:
         return 1
     _report(path=path)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

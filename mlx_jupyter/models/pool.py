@@ -15,7 +15,6 @@ import os
 import resource
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from mlx_jupyter import blas
 from mlx_jupyter.errors import BadModel, ModelDoesNotFit
@@ -132,7 +131,7 @@ class ModelPool:
         Raises:
             ModelNotFound: no such model.
             BadModel: its files are wrong.
-            ModelDoesNotFit: not enough memory, even after unloading idle models.
+            ModelDoesNotFit: not enough memory, even with idle models unloaded.
             sources.Interrupted: ``cancelled`` answered True.
         """
         loaded = self.find(name)
@@ -174,12 +173,14 @@ class ModelPool:
         """Unload idle models until the new one fits.
 
         Raises:
-            ModelDoesNotFit: it doesn't fit into an empty pool either.
+            ModelDoesNotFit: it wouldn't fit into an empty pool either.
         """
         entries = tensors.model_entries(source.path)
         config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-        largest = max((entry.size * 4 for entry in entries), default=0) if where == "cpu" else 0
-        needed = precision.loaded_bytes(where, entries, config) + largest
+        needed = precision.needed_bytes(where, entries, config)
+        if needed > (most := self._free() + memory.measured().active):
+            # Hopeless: nobody is sent away for it.
+            raise ModelDoesNotFit(source.name, needed, most, self._holders())
         while needed > self._free() and self._models:
             log.info("unloading %s to make room for %s", self._models[0].info.name, source.name)
             self._remove(self._models[:1])
@@ -313,8 +314,12 @@ def import_mlx_lm() -> None:
     if _imported:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    with mock.patch.object(resource, "setrlimit", return_value=None), _quiet_transformers():
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
         import mlx_lm  # noqa: F401
+    finally:
+        resource.setrlimit = setrlimit
     _imported = True
 
 

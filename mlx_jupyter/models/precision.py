@@ -27,7 +27,7 @@ def backend() -> Backend:
     """The backend that MLX computes on now."""
     import mlx.core as mx
 
-    if mx.default_device() == mx.Device(mx.cpu):
+    if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
@@ -55,22 +55,32 @@ def prefill_chunk(where: Backend, parameters: int) -> int:
 
 def loaded_bytes(where: Backend, entries: Sequence[Entry], config: Mapping[str, Any]) -> int:
     """Bytes that the weights in ``entries`` will take once loaded by ``settle``'s rules."""
+    return sum(_sizes(where, entries, config))
+
+
+def needed_bytes(where: Backend, entries: Sequence[Entry], config: Mapping[str, Any]) -> int:
+    """Bytes that loading takes at its peak: the weights and one more of the largest."""
+    sizes = _sizes(where, entries, config)
+    return sum(sizes) + max(sizes, default=0)
+
+
+def _sizes(where: Backend, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[int]:
     if where != "cpu":
-        return sum(entry.nbytes for entry in entries)
+        return [entry.nbytes for entry in entries]
     scales = {e.name.removesuffix("scales"): e for e in entries if e.name.endswith(".scales")}
-    unpacked = packed = 0
+    unpacked, packed = [], []
     for entry in entries:
         stem, _, leaf = entry.name.rpartition(".")
         own = scales.get(stem + ".")
         size = entry.size * 4 if _is_float(entry) else entry.nbytes
-        packed += size
+        packed.append(size)
         if own is None:
-            unpacked += size
+            unpacked.append(size)
         elif leaf == "weight":
-            unpacked += prod(own.shape) * _group(config, stem) * 4
+            unpacked.append(prod(own.shape) * _group(config, stem) * 4)
         elif leaf not in ("scales", "biases"):
-            unpacked += size
-    return unpacked if unpacked <= UNPACK_LIMIT else packed
+            unpacked.append(size)
+    return unpacked if sum(unpacked) <= UNPACK_LIMIT else packed
 
 
 def _is_float(entry: Entry) -> bool:
@@ -136,6 +146,7 @@ def _unpack(model: Any) -> None:
         if "bias" in module:
             new.bias = module.bias
         mx.eval(new.weight)
+        module.clear()  # the list being walked still holds it
         replaced.append((name, new))
     if replaced:
         model.update_modules(tree_unflatten(replaced))

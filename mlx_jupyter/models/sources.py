@@ -91,23 +91,31 @@ def resolve(
     alias = name.casefold()
     if alias in ALIASES:
         return _from_wheel(alias, tell, cancelled)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return _checked(Source(path.resolve().name, path.resolve(), str(path), trust_remote_code))
-    if name and path.is_file():
+    path = _existing(name)
+    if path is not None and path.is_dir():
+        return _checked(Source(path.name, path, name, trust_remote_code))
+    if path is not None:
         return _from_gguf(path, tell, cancelled)
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _from_hub(name, tell, cancelled, trust_remote_code=trust_remote_code)
     raise ModelNotFound(name, _tried(name))
 
 
+def _existing(name: str) -> Path | None:
+    """The directory or file that ``name`` is the path of."""
+    try:
+        path = Path(name).expanduser().resolve()
+        return path if name and (path.is_dir() or path.is_file()) else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        return None
+
+
 def _tried(name: str) -> list[str]:
     close = difflib.get_close_matches(name.casefold(), ALIASES, n=1, cutoff=0.4)
     aliases = f"did you mean {close[0]!r}?" if close else ", ".join(ALIASES)
-    place = Path(name).expanduser().absolute().parent if name else Path.cwd()
     return [
         f"aliases ({aliases})",
-        f"a directory or GGUF file in {place}",
+        f"a directory or GGUF file below {Path.cwd()}",
         "a Hugging Face id would read owner/name",
     ]
 
@@ -132,7 +140,6 @@ def _from_wheel(alias: str, tell: Progress, cancelled: Callable[[], bool]) -> So
 def _from_gguf(path: Path, tell: Progress, cancelled: Callable[[], bool]) -> Source:
     import xxhash
 
-    path = path.resolve()
     stat = path.stat()
     identity = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
     key = f"gguf-{xxhash.xxh3_128_hexdigest(identity.encode())}-v{convert.VERSION}"

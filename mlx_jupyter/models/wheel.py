@@ -79,7 +79,7 @@ def _command(pins: Path, got: Path) -> tuple[list[str], bool]:
     """The command line, and whether it leaves a wheel (else the wheel's unpacked files)."""
     common = ["--no-deps", "--require-hashes"]
     if importlib.util.find_spec("pip") is not None:
-        pip = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", *common]
+        pip = [sys.executable, "-P", "-m", "pip", "download", "--only-binary=:all:", *common]
         quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
         return [*pip, *quiet, "-d", str(got), "-r", str(pins)], True
     uv = os.environ.get("UV") or shutil.which("uv")
