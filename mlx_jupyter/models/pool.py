@@ -54,6 +54,8 @@ class LoadedModel:
 class ModelPool:
     """The loaded models; the last of ``_models`` is the current one.
 
+    Other threads may look (``find``, ``current``, ``infos``): the list is replaced, never changed.
+
     Args:
         context: the user's bound on the context length, in tokens.
 
@@ -91,8 +93,8 @@ class ModelPool:
 
     def use(self, loaded: LoadedModel) -> None:
         """Make a loaded model the current one."""
-        self._models.remove(loaded)
-        self._models.append(loaded)
+        # One assignment: other threads may be looking.
+        self._models = [*(m for m in self._models if m is not loaded), loaded]
 
     # --- coming in ---------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class ModelPool:
             prefill_chunk=precision.prefill_chunk(precision.backend(), parameters),
         )
         loaded = LoadedModel(info, model, tokenizer, vocabulary=limits.vocabulary_of(config))
-        self._models.append(loaded)
+        self._models = [*self._models, loaded]
         return loaded
 
     # --- going out ---------------------------------------------------------------------------
