@@ -9,7 +9,9 @@ every widget's static form.
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,8 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 CELL_TIMEOUT = 300
 """Seconds that one cell may take."""
 
-HEAD = 4
-"""Lines shown of each cell's output."""
+MOST = 5
+"""Lines shown of one output."""
 
 WIDTH = 96
 
@@ -33,17 +35,15 @@ def text_of(output: Any) -> str:
         return str(output.text)
     if output.output_type == "error":
         return f"{output.ename}: {output.evalue}"
-    data = output.data
-    return str(data.get("text/markdown") or data.get("text/plain") or "")
+    return str(output.data.get("text/plain", ""))
 
 
-def head(text: str, indent: str = "      │ ") -> str:
-    """The first lines of a text, cut to a terminal's width; says how many are left out."""
-    lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
-    shown = [line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in lines[:HEAD]]
-    if len(lines) > HEAD:
-        shown.append(f"… {len(lines) - HEAD} more lines")
-    return "\n".join(indent + line for line in shown)
+def gist(text: str, indent: str = "      │ ") -> str:
+    """The beginning and the last line of a text (an answer's footer), wrapped for a terminal."""
+    lines = [part for line in text.strip().splitlines() for part in textwrap.wrap(line, WIDTH)]
+    if len(lines) > MOST + 1:
+        lines = [*lines[: MOST - 1], f"… {len(lines) - MOST} more lines", lines[-1]]
+    return "\n".join(indent + line for line in lines)
 
 
 class Narrator:
@@ -63,7 +63,7 @@ class Narrator:
     def end(self, cell: Any, **_: Any) -> None:
         """A cell ended: how long it took and the head of its output."""
         for output in cell.get("outputs", []):
-            if shown := head(text_of(output)):
+            if shown := gist(text_of(output)):
                 print(shown)
         print(f"         {time.monotonic() - self.started:.1f} s", flush=True)
 
@@ -73,6 +73,8 @@ def execute(source: Path, destination: Path) -> bool:
     notebook = nbformat.read(source, as_version=4)
     destination.parent.mkdir(parents=True, exist_ok=True)
     narrator = Narrator(len(notebook.cells))
+    # A live widget would be of no use in the file that is written: its kernel is gone.
+    os.environ["MLX_JUPYTER_WIDGETS"] = "off"
     kernel_log = destination.with_suffix(".kernel.log")
     client = NotebookClient(
         notebook,

@@ -16,8 +16,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from browser.jupyter import Server
     from playwright.sync_api import Browser, Page
+
+    from browser.jupyter import Server
 
 TESTS = Path(__file__).parent.parent
 QUIET_CHROMIUM = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -119,8 +120,9 @@ class Server:
     def open(self, page: Page, name: str) -> Notebook:
         """Open a notebook in ``page`` and wait until its kernel is idle."""
         route = {"lab": "lab/tree", "notebook": "notebooks"}[self.app]
-        page.goto(f"{self.url}{route}/{name}?token={self._token}")
-        return Notebook(page)
+        # Without `reset`, JupyterLab opens again what the last page had open.
+        page.goto(f"{self.url}{route}/{name}?token={self._token}&reset")
+        return Notebook(page, name)
 
     def close(self) -> None:
         """Stop the server and the kernels that it started."""
@@ -135,11 +137,11 @@ class Server:
 class Notebook:
     """An open notebook."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, name: str) -> None:
         self.page = page
         self.page.set_default_timeout(READY_TIMEOUT * 1000)
         self.page.wait_for_function("() => window.jupyterapp")
-        self.page.evaluate(LIBRARY)
+        self.page.evaluate(LIBRARY, name)
         self.ready()
 
     def _call(self, function: str, *arguments: Any, timeout: float = READY_TIMEOUT) -> Any:
@@ -184,10 +186,10 @@ class Notebook:
         """The cell's outputs as the user reads them on the page."""
         return str(self._call("text", index))
 
-    def wait_for_text(self, index: int, wanted: str, timeout: float = CELL_TIMEOUT) -> str:
-        """Wait until the page shows ``wanted`` in the cell's output."""
+    def wait_for_text(self, index: int, wanted: str = r"\S", timeout: float = CELL_TIMEOUT) -> str:
+        """Wait until the page shows something in the cell's output that matches a pattern."""
         deadline = time.monotonic() + timeout
-        while wanted not in (text := self.text(index)):
+        while not re.search(wanted, text := self.text(index)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {wanted!r} in cell {index}, but: {text!r}")
             self.page.wait_for_timeout(20)
@@ -210,6 +212,10 @@ class Notebook:
         """Restart the kernel and wait until it is idle."""
         self._call("restart")
         self.ready()
+
+    def end(self) -> None:
+        """Shut the kernel down for good."""
+        self._call("end")
 
     def save(self) -> None:
         """Save the file."""

@@ -1,5 +1,5 @@
-// Runs inside the page: `window.drive` talks to the application's own objects and commands.
-(() => {
+(path) => {
+  // Runs inside the page: `window.drive` talks to the application's own objects and commands.
   const app = window.jupyterapp;
   const ends = new Map();
 
@@ -15,7 +15,7 @@
 
   function panel() {
     for (const widget of app.shell.widgets("main")) {
-      if (widget.context && widget.content?.model?.cells) return widget;
+      if (widget.context?.path === path && widget.content?.model?.cells) return widget;
     }
     return undefined;
   }
@@ -86,6 +86,8 @@
       await kernel().restart();
     },
 
+    end: () => panel().sessionContext.shutdown(),
+
     save: () => panel().context.save(),
 
     async show(index) {
@@ -93,4 +95,4 @@
       await new Promise(requestAnimationFrame);
     },
   };
-})();
+};

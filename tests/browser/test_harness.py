@@ -12,7 +12,7 @@ def test_run_read_interrupt_restart_save(server, tab):
         new_markdown_cell("# Title"),
         new_code_cell("x = 20\nprint('out', x + 1)"),
         new_code_cell(
-            "import time\nfor i in range(600):\n    print('tick', i, flush=True)\n    time.sleep(0.1)"
+            "import time\nfor i in range(600):\n    print('tick', i)\n    time.sleep(0.1)"
         ),
     ]
     path = server.write("harness.ipynb", new_notebook(cells=cells))
