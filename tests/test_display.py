@@ -16,6 +16,13 @@ from mlx_jupyter.notebook.footer import duration, footer, plan_line, size
 from mlx_jupyter.notebook.interrupt import Interrupts
 
 
+@pytest.fixture(autouse=True)
+def no_echo():
+    """No handler is left from an interrupted test."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class FrontEnd:
     """Keeps every message, and the output as a saved notebook would have it."""
 
@@ -247,6 +254,10 @@ def test_interrupt_while_waiting_comes_back_without_an_exception():
             signal.raise_signal(signal.SIGINT)  # a second one is only counted
     assert seen == [Prefill(1, 2, 0)]
     assert interrupts.count == 2
+    signal.raise_signal(signal.SIGINT)  # one that comes a moment later is let go
+    with Interrupts() as later:
+        pass
+    assert later.count == 0
     assert signal.getsignal(signal.SIGINT) is before
     ticket.emit(Done(ANSWER))  # the reader ends
 
@@ -268,6 +279,18 @@ def test_interrupt_wakes_a_wait_without_events():
     thread.join()
     assert interrupts.count == 1
     ticket.emit(Done(ANSWER))
+
+
+def test_after_the_grace_an_interrupt_is_an_interrupt(monkeypatch):
+    clock = SimpleNamespace(now=1.0)
+    monkeypatch.setattr("mlx_jupyter.notebook.interrupt.time.monotonic", lambda: clock.now)
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts():
+        signal.raise_signal(signal.SIGINT)
+    clock.now += 1
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_someone_who_insists_gets_the_exception(monkeypatch):

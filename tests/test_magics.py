@@ -40,6 +40,7 @@ def notes():
 
 @pytest.fixture
 def engine(notes):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not an earlier test's echo
     with fake_engine(FakeModel(before_call=notes)) as made:
         before = runtime.current()
         runtime.set_engine(made)
@@ -339,7 +340,7 @@ def test_interrupt_keeps_the_partial_answer(
         cancelled.append(ticket._cancel.wait(HANG))
         stop.set()
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
     notes.later(calls, interrupt)
     error, printed = fails("%llm @c -o r --max 400 hello")
     assert isinstance(error, Cancelled)
@@ -350,10 +351,11 @@ def test_interrupt_keeps_the_partial_answer(
     assert error.answer is answer
     assert "[interrupted" in printed
     assert printed.endswith("Interrupted; the partial answer is kept.\n")
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT).previous is before
     assert [row[1] for row in run("%llm branches").rows] == ["1"]
     run("%llm -o again --max 5 hello")
     engine.check()
+    assert signal.getsignal(signal.SIGINT) is before
     with fake_engine() as cold:
         assert shell.user_ns["again"].tokens == cold.generate("hello", max_tokens=5).tokens
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 INTERVAL = 0.05  # seconds between two updates of a cell
 GLANCE = 0.1  # seconds
 PATIENCE = 2.0  # seconds after which a further interrupt is raised where it lands
+GRACE = 0.5  # seconds after an interrupted cell in which a second press is let go
 
 
 class Job(Protocol):
@@ -33,6 +34,24 @@ class Job(Protocol):
     def batches(self, interval: float = ...) -> Iterator[list[Event]]:
         """The events up to the terminal one, in batches."""
         ...
+
+
+class _Echo:
+    """The handler left behind by an interrupted cell.
+
+    A second press a moment later would land in the kernel's own code that sends the error and the
+    reply, and the cell would never end on the screen. After the grace it is the previous handler.
+    """
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+        self._until = time.monotonic() + GRACE
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self._until:
+            signal.signal(signal.SIGINT, self.previous)
+            if callable(self.previous):
+                self.previous(number, frame)
 
 
 class Interrupts:
@@ -51,6 +70,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
+            if isinstance(previous, _Echo):
+                previous = previous.previous
             if previous is not None and previous is not signal.SIG_IGN:
                 self._previous = previous
                 self._installed = True
@@ -64,7 +85,8 @@ class Interrupts:
         traceback: TracebackType | None,
     ) -> None:
         if self._installed:
-            signal.signal(signal.SIGINT, self._previous)
+            after = _Echo(self._previous) if self.count else self._previous
+            signal.signal(signal.SIGINT, after)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler. Someone who insists for seconds gets the exception after all."""

@@ -22,7 +22,7 @@ from IPython.core.magic import (
 )
 
 from mlx_jupyter import runtime
-from mlx_jupyter.engine.request import Failed, Loaded
+from mlx_jupyter.engine.request import Failed, Loaded, Loading
 from mlx_jupyter.errors import Cancelled, LLMError
 from mlx_jupyter.notebook import commands, config, grammar, options, reports
 from mlx_jupyter.notebook.cells import strip_final_newline
@@ -186,6 +186,10 @@ class LLMMagics(config.Settings, Magics):
         with Interrupts() as interrupts:
             request = engine.request(exchange.prompt, owner=exchange.owner, **exchange.how)
             ticket = engine.submit(request)
+            ahead = engine.status().waiting - 1
+            if ahead > 0:
+                noun = "request" if ahead == 1 else "requests"
+                screen.show([Loading(f"Waiting for {ahead} {noun} ahead")])
             for batch in interrupts.follow(ticket):
                 screen.show(batch)
             answer = self._finish(ticket, screen, exchange)
