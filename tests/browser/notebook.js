@@ -91,7 +91,8 @@
     save: () => panel().context.save(),
 
     async show(index) {
-      await panel().content.scrollToItem(index, "start");
+      await panel().content.scrollToItem(index);
+      cell(index).node.scrollIntoView({ block: "start" });
       await new Promise(requestAnimationFrame);
     },
   };
