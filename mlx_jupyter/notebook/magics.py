@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from mlx_jupyter.notebook.display import Screen
 
 SETTLE = 0.05  # seconds that an interrupted cell waits for the engine's own account
-SAMPLE = 64  # prefilled tokens that make a reading speed worth remembering
+SAMPLE = 16  # prefilled tokens that make a reading speed worth remembering
+ENOUGH = 256  # prefilled tokens that make a later one as good as any
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class LLMMagics(config.Settings, Magics):
         super().__init__(shell=shell, parent=shell)
         self.project = config.project(Path.cwd())
         self._chat = Chat(Calls(shell))
-        self._speeds: dict[str, float] = {}
+        self._speeds: dict[str, tuple[int, float]] = {}  # model → (tokens, tokens a second)
         runtime.watch(self._chat.attach)
         self.completer = Completer(self._chat.names, _model_names, lambda: list(shell.user_ns))
 
@@ -218,12 +219,19 @@ class LLMMagics(config.Settings, Magics):
         if isinstance(outcome, Failed) and outcome.answer is None:
             screen.fail()
             raise outcome.error
-        if answer.timing.prefilled >= SAMPLE:
-            self._speeds[answer.model] = answer.timing.prefill_tps
         exchange.keep(answer)
-        rate = self._speeds.get(answer.model, 0.0)
-        screen.finish(answer.text, footer(answer, rate=rate, continued=exchange.continued))
+        told = footer(answer, rate=self._rate(answer), continued=exchange.continued)
+        screen.finish(answer.text, told)
         return answer
+
+    def _rate(self, answer: Answer) -> float:
+        """Prompt tokens a second of the answer's model, from its best long prefill so far."""
+        seen, rate = self._speeds.get(answer.model, (SAMPLE, 0.0))
+        count = answer.timing.prefilled
+        if count >= min(seen, ENOUGH):
+            rate = answer.timing.prefill_tps
+            self._speeds[answer.model] = count, rate
+        return rate
 
     def _load(self, name: str) -> Outcome:
         engine = self._engine()
@@ -253,6 +261,8 @@ class LLMMagics(config.Settings, Magics):
 def _one_line(error: LLMError | Cancelled) -> LLMError | Cancelled:
     """The error with a rendering of one line instead of a traceback."""
     text = plain(" ".join(str(error).split()))
+    if isinstance(error, Cancelled) and error.answer.finish != "cancelled":
+        text = "Interrupted; the answer was complete already."
     line = text if isinstance(error, Cancelled) else f"{type(error).__name__}: {text}"
     error.__dict__["_render_traceback_"] = lambda: [line]
     return error
