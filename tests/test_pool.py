@@ -59,7 +59,7 @@ def test_a_given_model_is_adopted_with_its_tokenizer():
     info = loaded.info
     assert (info.name, info.source, info.family) == ("model", GIVEN, "fake")
     assert (info.context, info.context_origin) == (99, "the model (max_position_embeddings)")
-    assert info.layers == (("rows", 1), ("state", 2))
+    assert info.layers == (("rows", 1), ("window", 1), ("state", 1))
     assert info.weight_bytes > 0
     assert pool.infos() == (info,)
 

@@ -136,10 +136,7 @@ class TestStorage:
         cache = new_cache(model)
         for seed in range(8):
             ask(cache, model, [*prompt(1000), *prompt(24, seed=seed + 1)], 1)
-        row = sum(a.nbytes for layer in cache.live for a in (layer.keys, layer.values)) // sum(
-            layer.keys.shape[2] for layer in cache.live
-        )
-        row *= len(cache.live)
+        row = cache.live.row_bytes()
         unique = 7 * 24 * row  # the shared prefix is live
         assert cache.stored_bytes() <= unique * 1.05
 
@@ -167,20 +164,18 @@ class TestStorage:
         for node in cache.trie.nodes():
             for mark in node.marks.values():
                 if mark.nbytes:
-                    assert mark.nbytes == sum(
-                        a.nbytes for a in ly.arrays_in(list(mark.states.values()))
-                    )
+                    assert mark.nbytes == sum(a.nbytes for a in ly.arrays_in(mark.states))
 
     def test_twenty_turns_stay_within_the_budget(self, model: FakeModel) -> None:
         probe = new_cache(model)
         ask(probe, model, prompt(600), 8)
-        cache = new_cache(model, budget=int(probe.live_bytes() * 1.5) + 40_000)
+        cache = new_cache(model, budget=int(probe.live.nbytes() * 1.5) + 40_000)
         history = prompt(50)
         for turn in range(20):
             run = ask(cache, model, history, 8, owner="@a")
             assert run.tokens == cold(model, history, 8)
             cache.check()
-            assert cache.live_bytes() + cache.stored_bytes() <= cache.budget
+            assert cache.live.nbytes() + cache.stored_bytes() <= cache.budget
             history = [*history, *run.tokens, *prompt(15, seed=turn)]
         tip = ask(cache, model, history, 1)
         assert tip.cached >= len(history) - 16 - 8 - 15
@@ -190,18 +185,18 @@ class TestStorage:
         for n in (30, 30, 45):
             assert ask(cache, model, prompt(n)).tokens == cold(model, prompt(n), 4)
             cache.check()
-        assert cache.live_bytes() + cache.stored_bytes() == 0
+        assert cache.live.nbytes() + cache.stored_bytes() == 0
 
     def test_evict_frees_what_is_asked_and_all(self, model: FakeModel) -> None:
         cache = new_cache(model)
         for seed in range(4):
             ask(cache, model, prompt(300, seed=seed))
-        total = cache.live_bytes() + cache.stored_bytes()
+        total = cache.live.nbytes() + cache.stored_bytes()
         assert cache.evict(1000) >= min(1000, total)
         cache.check()
         cache.evict()
         cache.check()
-        assert cache.live_bytes() + cache.stored_bytes() == 0
+        assert cache.live.nbytes() + cache.stored_bytes() == 0
         run = ask(cache, model, prompt(300, seed=1))
         assert run.cached == 0
         assert run.tokens == cold(model, prompt(300, seed=1), 4)
@@ -230,11 +225,11 @@ class TestStorage:
         model = FakeModel()
         cache = new_cache(model)
         ask(cache, model, prompt(5000), 1)
-        large = cache.live_bytes()
+        large = cache.live.nbytes()
         cache.evict()
         ask(cache, model, prompt(40), 1)
         ask(cache, model, prompt(50), 1)
-        assert cache.live_bytes() < large / 4
+        assert cache.live.nbytes() < large / 4
 
 
 class TestCancel:

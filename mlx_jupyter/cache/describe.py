@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_jupyter.cache.pages import Mark, Page
+from mlx_jupyter.cache.pages import Mark, Page, Strip
 from mlx_jupyter.cache.retention import Item
 from mlx_jupyter.cache.trie import PAGE, Node
-from mlx_jupyter.cache.view import MarkView, NodeView, PageView, TreeView
+from mlx_jupyter.cache.view import MarkView, NodeView, PageView, StripView, TreeView
 
 if TYPE_CHECKING:
     from mlx_jupyter.cache.prefix_cache import PrefixCache
 
-_Node = Node[Page, Mark]
+_Node = Node[Page, Strip, Mark]
+_Thing = Page | Strip | Mark
 
 
 def describe(cache: PrefixCache, active: set[int]) -> TreeView:
@@ -22,17 +23,17 @@ def describe(cache: PrefixCache, active: set[int]) -> TreeView:
     made: dict[int, NodeView] = {}
     for node in reversed(order):  # children before parents; no recursion: paths can be deep
         made[node.id] = _node_view(node, made, id(node) in active)
-    root = _node_view(cache.trie.root, made, active=True)
     return TreeView(
         model=cache.name,
-        root=root,
-        live=len(cache.live_ids),
-        live_bytes=cache.live_bytes(),
+        root=_node_view(cache.trie.root, made, active=True),
+        live=cache.live.offset,
+        live_bytes=cache.live.nbytes(),
         stored_bytes=cache.stored_bytes(),
         budget=cache.budget,
         page_size=PAGE,
         clock=cache.clock,
-        layers=cache.layout.counts,
+        needs=cache.needs,
+        layers=cache.live.leaves.counts,
         version=cache.version,
     )
 
@@ -47,6 +48,7 @@ def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView
         pages=tuple(
             PageView(p.start, p.end, p.residence, p.nbytes, p.last_used) for p in node.pages
         ),
+        strips=tuple(StripView(s.start, s.end, s.nbytes) for s in node.strips),
         marks=tuple(
             MarkView(m.at, m.kind, "device" if m.nbytes else "live", m.nbytes)
             for _, m in sorted(node.marks.items())
@@ -60,15 +62,24 @@ def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView
 
 @dataclass(slots=True)
 class _Below:
-    """What lies at or below a node: the deepest owner's and snapshot's offsets (0: none)."""
+    """What lies at or below a node: the deepest owner's and mark's offsets (0: none)."""
 
     owner: int
     mark: int
 
 
+@dataclass(slots=True)
+class _Above:
+    """What lies on the path above: the last page's key, whether one is missing, the last mark."""
+
+    page: int | None = None
+    broken: bool = False
+    mark: int = 0
+
+
 def items(
     cache: PrefixCache, leaving: dict[int, int]
-) -> tuple[list[Item], dict[int, tuple[Page | Mark, _Node]]]:
+) -> tuple[list[Item], dict[int, tuple[_Thing, _Node]]]:
     """Everything that holds bytes and could be given up.
 
     Args:
@@ -81,55 +92,76 @@ def items(
     order = list(cache.trie.nodes())
     below = _below(order)
     described: list[Item] = []
-    things: dict[int, tuple[Page | Mark, _Node]] = {}
-    tails: dict[
-        int, tuple[int | None, bool, int]
-    ] = {}  # node -> (last page item, broken, last mark)
+    things: dict[int, tuple[_Thing, _Node]] = {}
+    above: dict[int, _Above] = {cache.trie.root.id: _Above()}
+    stateful = cache.needs.stateful
+
+    def add(thing: _Thing, node: _Node, item: Item) -> None:
+        things[item.key] = (thing, node)
+        described.append(item)
+
     for node in order:
         assert node.parent is not None
-        before, broken, marked = tails.get(node.parent.id, (None, False, 0))
-        under = below[node.id]
+        over, under = above[node.parent.id], below[node.id]
+        here = above[node.id] = _Above(over.page, over.broken, over.mark)
+        breaks = node.end + 1
         for page in node.pages:
-            broken = broken or page.residence == "gone"
+            if page.residence == "gone" and not here.broken:
+                here.broken, breaks = True, page.start
             nbytes = leaving.get(id(page), page.nbytes)
-            if not nbytes:
-                continue
-            key = len(described)
-            described.append(
-                Item(
-                    key,
-                    "rows",
-                    nbytes,
-                    page.end,
-                    page.tokens,
-                    page.last_used,
-                    before,
-                    useless=broken or (cache.stateful and under.mark <= page.start),
-                    reachable=under.owner > page.start,
-                    pinned=id(page) in cache.needed,
-                )
-            )
-            things[key] = (page, node)
-            before = key
-        for at, mark in sorted(node.marks.items()):
-            if mark.nbytes:
+            if nbytes:
                 key = len(described)
-                described.append(
+                add(
+                    page,
+                    node,
                     Item(
                         key,
+                        "rows",
+                        nbytes,
+                        page.end,
+                        page.tokens,
+                        page.last_used,
+                        here.page,
+                        useless=here.broken or (stateful and under.mark <= page.start),
+                        reachable=under.owner > page.start,
+                        pinned=id(page) in cache.needed,
+                    ),
+                )
+                here.page = key
+        for strip in node.strips:
+            add(
+                strip,
+                node,
+                Item(
+                    len(described),
+                    "window",
+                    strip.nbytes,
+                    strip.end,
+                    strip.tokens,
+                    strip.last_used,
+                    useless=over.broken or breaks < strip.end,
+                    reachable=under.owner >= strip.end,
+                    pinned=id(strip) in cache.needed,
+                ),
+            )
+        for at, mark in sorted(node.marks.items()):
+            if mark.nbytes:
+                add(
+                    mark,
+                    node,
+                    Item(
+                        len(described),
                         "state",
                         mark.nbytes,
                         at,
-                        at - marked,
+                        at - here.mark,
                         mark.last_used,
-                        useless=broken,
+                        useless=over.broken or breaks < at,
                         reachable=under.owner >= at,
                         pinned=id(mark) in cache.needed,
-                    )
+                    ),
                 )
-                things[key] = (mark, node)
-            marked = at
-        tails[node.id] = (before, broken, marked)
+            here.mark = at
     return described, things
 
 

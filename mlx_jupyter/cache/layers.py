@@ -1,104 +1,32 @@
 """One adapter for each kind of mlx-lm cache: how its content is stored and brought back.
 
-A ``rows`` layer holds one row of K and V for each token and can be rewound to any position; what
-is stored of it are rows. A ``state`` layer (everything else) can be brought back only to the exact
-offset of a snapshot; what is stored is the whole object, compacted. An unknown class is a state:
-reuse is coarser, never wrong.
+A *rows* layer holds one row of K and V for each token and can be rewound to any position; what is
+stored of it are rows. A *window* layer holds the last rows only; it can be restored at any
+position whose window of rows is stored. A *state* layer (everything else) can be brought back only
+to the exact offset of a snapshot; what is stored is the whole object, compacted. An unknown class
+is a state: reuse is coarser, never wrong. Only the class itself counts, since a subclass may add
+state of its own. Adapters work on the leaves of nested caches.
 
 Nothing here keeps a view of a live buffer: a held view makes the next append copy the whole
-buffer, and pins it.
+buffer, and pins it. What is stored must be compact copies, evaluated before the next append.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_jupyter.cache.needs import Needs, Window
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-Kind = Literal["rows", "state"]
-Rows = tuple[mx.array, mx.array]
-"""K and V of some tokens: (batch, heads, tokens, width) each; the widths may differ."""
-
-
-def kind_of(layer: Any) -> Kind:
-    """The kind of a cache. Only the class itself counts: a subclass may add state of its own."""
-    from mlx_lm.models.cache import KVCache
-
-    return "rows" if type(layer) is KVCache else "state"
-
-
-def rows_signature(layer: Any) -> tuple[Any, ...] | None:
-    """Shapes and dtypes without the token axis; layers with equal ones are stored stacked."""
-    if layer.keys is None:
-        return None
-    return tuple(
-        (a.shape[0], a.shape[1], a.shape[3], str(a.dtype)) for a in (layer.keys, layer.values)
-    )
-
-
-def rows(layer: Any, start: int, end: int) -> Rows:
-    """The rows ``[start, end)``, as lazy views: evaluate a compact copy before the next append."""
-    assert 0 <= start < end <= layer.offset, (start, end, layer.offset)
-    return layer.keys[..., start:end, :], layer.values[..., start:end, :]
-
-
-def capacity(layer: Any) -> int:
-    """Rows that fit before the buffer must grow."""
-    return 0 if layer.keys is None else int(layer.keys.shape[2])
-
-
-def rewind(layer: Any, at: int) -> None:
-    """Forget the rows from ``at`` on; they stay in the buffer until they are overwritten."""
-    assert at <= layer.offset, (at, layer.offset)
-    layer.offset = at
-    if at == 0:
-        layer.keys = layer.values = None
-
-
-def reserve(layer: Any, total: int) -> None:
-    """Grow the buffers to ``total`` rows now, so that no append has to copy them later."""
-    if layer.keys is None or capacity(layer) >= total:
-        return
-    layer.keys, layer.values = (
-        _joined([a[..., : layer.offset, :]], total) for a in (layer.keys, layer.values)
-    )
-    mx.eval(layer.keys, layer.values)
-
-
-def shrink(layer: Any, total: int) -> None:
-    """Move the rows into buffers of ``total`` rows and give the larger ones up."""
-    if layer.keys is None or capacity(layer) <= total:
-        return
-    layer.keys, layer.values = (
-        _joined([a[..., : layer.offset, :]], total) for a in (layer.keys, layer.values)
-    )
-    mx.eval(layer.keys, layer.values)
-
-
-def append_rows(layer: Any, parts: Sequence[Rows], total: int) -> None:
-    """Put stored rows behind those that are there; evaluated, in buffers of ``total`` rows.
-
-    In place when they fit, else by one copy into a new buffer of its own (one concatenation a
-    layer is what is fastest on CPU; never views of one big array, whose first append copies all).
-    """
-    count = sum(int(k.shape[2]) for k, _ in parts)
-    end = layer.offset + count
-    if capacity(layer) >= max(end, total):
-        layer.keys[..., layer.offset : end, :] = _cat([k for k, _ in parts])
-        layer.values[..., layer.offset : end, :] = _cat([v for _, v in parts])
-    else:
-        kept = [] if layer.keys is None else [rows(layer, 0, layer.offset)] if layer.offset else []
-        both = [*kept, *parts]
-        room = max(end, total)
-        layer.keys = _joined([k for k, _ in both], room)
-        layer.values = _joined([v for _, v in both], room)
-    layer.offset = end
-    mx.eval(layer.keys, layer.values)
+Rows = tuple[mx.array, ...]
+"""Rows of some tokens, the token axis is the last but one: K and V of shape (batch, heads, tokens,
+width), or the packed values, scales and biases of both when the cache is quantized."""
 
 
 def compact(array: mx.array) -> mx.array:
@@ -109,25 +37,219 @@ def compact(array: mx.array) -> mx.array:
     return mx.full(array.shape, array)
 
 
+def cut(arrays: Rows, start: int, end: int) -> Rows:
+    """The tokens ``[start, end)`` of each array, as views."""
+    return tuple(a[..., start:end, :] for a in arrays)
+
+
+def signature(arrays: Rows) -> tuple[Any, ...]:
+    """Shapes and dtypes without the token axis; layers with equal ones are stored stacked."""
+    return tuple((*a.shape[:-2], a.shape[-1], str(a.dtype)) for a in arrays)
+
+
+class RowsLayer:
+    """``KVCache``: rows of all tokens in a buffer that grows in steps."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    @property
+    def offset(self) -> int:
+        """Tokens that it holds."""
+        return int(self.cache.offset)
+
+    @property
+    def arrays(self) -> Rows:
+        """The buffers; empty before the first token."""
+        return () if self.cache.keys is None else (self.cache.keys, self.cache.values)
+
+    def _set(self, arrays: Rows) -> None:
+        self.cache.keys, self.cache.values = arrays
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit before the buffer must grow."""
+        return int(self.arrays[0].shape[-2]) if self.arrays else 0
+
+    def rows(self, start: int, end: int) -> Rows:
+        """The rows ``[start, end)``, as lazy views."""
+        assert 0 <= start < end <= self.offset, (start, end, self.offset)
+        return cut(self.arrays, start, end)
+
+    def rewind(self, at: int) -> None:
+        """Forget the rows from ``at`` on; they stay in the buffer until they are overwritten."""
+        assert at <= self.offset, (at, self.offset)
+        self.cache.offset = at
+        if at == 0:
+            self.cache.keys = self.cache.values = None
+
+    def resize(self, total: int) -> None:
+        """Move the rows into buffers of ``total`` rows."""
+        assert total >= self.offset
+        self._set(tuple(_joined([a[..., : self.offset, :]], total) for a in self.arrays))
+        mx.eval(self.arrays)
+
+    def reserve(self, total: int) -> None:
+        """Grow the buffers to ``total`` rows now, so that no append has to copy them later."""
+        if self.arrays and self.capacity < total:
+            self.resize(total)
+
+    def append(self, parts: Sequence[Rows], total: int) -> None:
+        """Put stored rows behind those that are there; evaluated, in buffers of ``total`` rows.
+
+        In place when they fit, else by one copy into a new buffer of its own: one concatenation a
+        layer is the fastest on CPU, and views of one big array would all be copied by the first
+        append.
+        """
+        end = self.offset + sum(int(p[0].shape[-2]) for p in parts)
+        if self.capacity >= max(end, total):
+            for buffer, pieces in zip(self.arrays, zip(*parts, strict=True), strict=True):
+                buffer[..., self.offset : end, :] = _cat(pieces)
+        else:
+            kept = [self.rows(0, self.offset)] if self.arrays and self.offset else []
+            both = zip(*kept, *parts, strict=True)
+            self._set(tuple(_joined(pieces, max(end, total)) for pieces in both))
+        self.cache.offset = end
+        mx.eval(self.arrays)
+
+
+class ConcatenatedRows(RowsLayer):
+    """``ConcatenateKVCache``: rows of all tokens, copied at every append."""
+
+    def rewind(self, at: int) -> None:
+        """Forget the rows from ``at`` on; its own ``trim`` would leave them in the arrays."""
+        super().rewind(at)
+        if at:
+            self._set(cut(self.arrays, 0, at))
+
+    def resize(self, total: int) -> None:
+        """Its arrays are always as long as the rows."""
+
+    def append(self, parts: Sequence[Rows], total: int) -> None:
+        """Put stored rows behind those that are there."""
+        del total
+        super().append(parts, 0)
+
+
+class QuantizedRows(RowsLayer):
+    """``QuantizedKVCache``: packed values, scales and biases of K and V."""
+
+    @property
+    def arrays(self) -> Rows:
+        """The six buffers; empty before the first token."""
+        return () if self.cache.keys is None else (*self.cache.keys, *self.cache.values)
+
+    def _set(self, arrays: Rows) -> None:
+        # Lists, as the class itself assigns to their elements.
+        self.cache.keys, self.cache.values = list(arrays[:3]), list(arrays[3:])
+
+
+class WindowLayer:
+    """``RotatingKVCache``: the last rows in a ring, and the first ``keep`` ones."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.window = Window("sliding", int(cache.max_size), int(cache.keep))
+
+    @property
+    def offset(self) -> int:
+        """Tokens that it has seen."""
+        return int(self.cache.offset)
+
+    def rows(self, start: int, end: int) -> Rows:
+        """The rows ``[start, end)``, as lazy views of a copy in temporal order.
+
+        They must still be there: after a prefill chunk all its rows are, in decode the last
+        ``max_size - 1`` tokens' are.
+        """
+        cache, keep = self.cache, self.window.keep
+        arrays = [cache._temporal_order(a) for a in (cache.keys, cache.values)]  # noqa: SLF001
+        first = self.offset - (int(arrays[0].shape[-2]) - keep)
+        if start < keep:
+            assert end <= keep or first == keep, (start, end, first)
+            return cut(tuple(arrays), start, end)
+        assert first <= start < end <= self.offset, (start, end, first, self.offset)
+        return cut(tuple(arrays), start - first + keep, end - first + keep)
+
+    def restore(self, at: int, parts: Sequence[Rows]) -> None:
+        """Stand at ``at`` with the rows that ``window.needs(at)`` names, in order; evaluated."""
+        cache = self.cache
+        cache.offset = at
+        if not parts:
+            cache.keys = cache.values = None
+            cache._idx = 0  # noqa: SLF001
+            return
+        cache.keys, cache.values = (_own(pieces) for pieces in zip(*parts, strict=True))
+        cache._idx = int(cache.keys.shape[-2])  # noqa: SLF001
+        mx.eval(cache.keys, cache.values)
+
+
+class ChunkedLayer(WindowLayer):
+    """``ChunkedKVCache``: the rows of the current chunk of the sequence, and some before it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.window = Window("chunked", int(cache.chunk_size))
+
+    def rows(self, start: int, end: int) -> Rows:
+        """The rows ``[start, end)``, as lazy views."""
+        first = int(self.cache.start_position)
+        assert first <= start < end <= self.offset, (start, end, first, self.offset)
+        return cut((self.cache.keys, self.cache.values), start - first, end - first)
+
+    def restore(self, at: int, parts: Sequence[Rows]) -> None:
+        """Stand at ``at`` with the rows since the last chunk boundary; evaluated."""
+        cache = self.cache
+        cache.offset = at
+        cache.start_position = at - sum(int(p[0].shape[-2]) for p in parts)
+        if parts:
+            cache.keys, cache.values = (_own(pieces) for pieces in zip(*parts, strict=True))
+            mx.eval(cache.keys, cache.values)
+        else:
+            cache.keys = cache.values = None
+
+
+class StateLayer:
+    """Anything else: kept and brought back as a whole."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def snapshot(self) -> Any:
+        """A compact copy that later changes can't reach, evaluated.
+
+        Live states are views that pin whole activations.
+        """
+        twin = _mapped(self.cache, compact)
+        mx.eval(arrays_in(twin))
+        return twin
+
+    def restore(self, twin: Any) -> None:
+        """Become what the snapshot is; it stays as it is (buffers are shared until written)."""
+        self.cache.__dict__.clear()
+        self.cache.__dict__.update(_mapped(twin, copy.copy).__dict__)
+
+
 def _cat(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-2)
+
+
+def _own(parts: Sequence[mx.array]) -> mx.array:
+    """The parts in one buffer that nothing else holds."""
+    return compact(parts[0]) if len(parts) == 1 else mx.concatenate(list(parts), axis=-2)
 
 
 def _joined(parts: Sequence[mx.array], total: int) -> mx.array:
     """The parts in one new buffer of ``total`` rows, the spare ones zero."""
-    count = sum(int(p.shape[2]) for p in parts)
-    batch, heads, _, width = parts[0].shape
-    spare = (
-        [mx.zeros((batch, heads, total - count, width), parts[0].dtype)] if total > count else []
-    )
-    return (
-        mx.concatenate([*parts, *spare], axis=2)
-        if len(parts) + len(spare) > 1
-        else (compact(parts[0]))
-    )
+    count = sum(int(p.shape[-2]) for p in parts)
+    if total <= count:
+        return _own(parts)
+    *front, _, width = parts[0].shape
+    spare = mx.zeros((*front, total - count, width), parts[0].dtype)
+    return mx.concatenate([*parts, spare], axis=-2)
 
 
-# --- states -----------------------------------------------------------------------------------
+# --- objects ----------------------------------------------------------------------------------
 
 
 def _mapped(value: Any, array: Callable[[mx.array], mx.array]) -> Any:
@@ -160,44 +282,70 @@ def arrays_in(value: Any) -> list[mx.array]:
     return found
 
 
-def snapshot(layer: Any) -> Any:
-    """A compact copy of a state layer that later changes of the layer can't reach.
-
-    Live states are views that pin whole activations; the copy is evaluated here.
-    """
-    twin = _mapped(layer, compact)
-    mx.eval(arrays_in(twin))
-    return twin
-
-
-def restored(twin: Any) -> Any:
-    """A live layer from a snapshot, which stays as it is (its buffers are shared until written)."""
-    return _mapped(twin, copy.copy)
-
-
 def nbytes(values: Any) -> int:
     """Bytes of the buffers behind every array in ``values`` (spare room and pinned parents too)."""
     return sum(mx.get_array_buffer_size(a) for a in arrays_in(values))
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which layers of a model's cache are of which kind, by index."""
+# --- the whole cache --------------------------------------------------------------------------
 
-    rows: tuple[int, ...]
-    states: tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The leaf caches of a model's cache, each in its adapter, in the order of the layers."""
+
+    rows: tuple[RowsLayer, ...]
+    windows: tuple[WindowLayer, ...]
+    states: tuple[StateLayer, ...]
 
     @classmethod
-    def of(cls, cache: Sequence[Any]) -> Layout:
-        """The layout of a cache made by ``make_prompt_cache``."""
-        kinds = [kind_of(layer) for layer in cache]
+    def of(cls, cache: Sequence[Any]) -> Leaves:
+        """The leaves of a cache made by ``make_prompt_cache``."""
+        from mlx_lm.models import cache as lm
+
+        adapters: dict[type, type[RowsLayer] | type[WindowLayer]] = {
+            lm.KVCache: RowsLayer,
+            lm.ConcatenateKVCache: ConcatenatedRows,
+            lm.QuantizedKVCache: QuantizedRows,
+            lm.RotatingKVCache: WindowLayer,
+            lm.ChunkedKVCache: ChunkedLayer,
+        }
+        made = [adapters.get(type(leaf), StateLayer)(leaf) for leaf in _leaves(cache)]
         return cls(
-            tuple(i for i, k in enumerate(kinds) if k == "rows"),
-            tuple(i for i, k in enumerate(kinds) if k == "state"),
+            tuple(a for a in made if isinstance(a, RowsLayer)),
+            tuple(a for a in made if isinstance(a, WindowLayer)),
+            tuple(a for a in made if isinstance(a, StateLayer)),
+        )
+
+    @property
+    def needs(self) -> Needs:
+        """What restoring these leaves takes."""
+        return Needs(
+            windows=tuple(dict.fromkeys(w.window for w in self.windows)),
+            stateful=bool(self.states),
         )
 
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
-        """(kind, number of layers), kinds without layers left out."""
-        both = (("rows", len(self.rows)), ("state", len(self.states)))
-        return tuple((kind, n) for kind, n in both if n)
+        """(kind, number of leaves), kinds without leaves left out."""
+        each = (("rows", self.rows), ("window", self.windows), ("state", self.states))
+        return tuple((kind, len(leaves)) for kind, leaves in each if leaves)
+
+    def offsets(self) -> Iterator[int]:
+        """Where the leaves that know it stand."""
+        yield from (leaf.offset for leaf in self.rows)
+        yield from (leaf.offset for leaf in self.windows)
+        for state in self.states:
+            at = getattr(state.cache, "offset", None)
+            if isinstance(at, int):
+                yield at
+
+
+def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
+    from mlx_lm.models.cache import CacheList
+
+    for layer in cache:
+        if type(layer) is CacheList:
+            yield from _leaves(layer.caches)
+        else:
+            yield layer

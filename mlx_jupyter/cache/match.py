@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_jupyter.cache.plan import Cause, Plan
+from mlx_jupyter.cache.needs import Needs, Span, joined
+from mlx_jupyter.cache.plan import Cause, CauseCode, Plan
 from mlx_jupyter.cache.trie import common_prefix
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class _Node(Protocol):
     @property
     def pages(self) -> Iterable[_Page]: ...
     @property
+    def strips(self) -> Any: ...
+    @property
     def marks(self) -> Any: ...
     def child(self, token: int) -> Any:
         """The child whose edge begins with ``token``."""
@@ -56,6 +59,7 @@ class Match:
         common: of which this many are in the live cache, in place.
         live: tokens in the live cache.
         snapshots: offsets up to ``held`` where states can be restored, ascending.
+        windows: positions up to ``known`` whose window rows are stored, as joined spans.
         at_leaf: the known prefix ends where a stored sequence ends.
     """
 
@@ -65,6 +69,7 @@ class Match:
     common: int
     live: int
     snapshots: tuple[int, ...]
+    windows: tuple[Span, ...]
     at_leaf: bool
 
 
@@ -80,6 +85,7 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
     known = held = common = 0
     broken = False
     snapshots: list[int] = []
+    windows: list[Span] = []
     node, at_leaf = root, False
     while known < len(ids):
         child = node.child(int(ids[known]))
@@ -94,11 +100,21 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
                 break
             broken = page.residence == "gone"
             held = held if broken else min(page.end, known)
+        windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
         snapshots += [at for at in _offsets(child.marks) if at <= held]
         node = child
         if known < child.end:
             break
-    return Match(len(ids), known, held, common, live, tuple(sorted(snapshots)), at_leaf)
+    return Match(
+        prompt=len(ids),
+        known=known,
+        held=held,
+        common=common,
+        live=live,
+        snapshots=tuple(sorted(snapshots)),
+        windows=tuple(joined(windows)),
+        at_leaf=at_leaf,
+    )
 
 
 def _offsets(marks: Mapping[int, Any] | Iterable[Any]) -> list[int]:
@@ -107,44 +123,41 @@ def _offsets(marks: Mapping[int, Any] | Iterable[Any]) -> list[int]:
     return [m.at for m in values if m.nbytes]
 
 
-def decide(found: Match, *, stateful: bool) -> Plan:
+def decide(found: Match, needs: Needs) -> Plan:
     """The plan: the furthest position that every layer can be restored at.
 
-    One token at least is left to evaluate. Rows restore anywhere; a model with state layers only
-    where a snapshot is, or where the live cache stands now.
+    One token at least is left to evaluate. Rows restore anywhere, windows where their rows are
+    stored, states only where a snapshot is; everything where the live cache stands now.
     """
     furthest = min(found.held, found.prompt - 1)
-    start = furthest
-    if stateful:
-        places = [at for at in found.snapshots if at <= furthest]
-        if found.common == found.live <= found.prompt - 1:
-            places.append(found.live)
+    limit = needs.furthest(furthest, found.windows)
+    start = limit
+    if needs.stateful:
+        places = [p for p in found.snapshots if p <= limit and needs.windows_held(p, found.windows)]
         start = max(places, default=0)
+    if start < found.live == found.common <= furthest:
+        start = found.live
     reused = min(found.common, start)
     return Plan(
-        found.prompt, reused, start - reused, found.prompt - start, _why(found, start, furthest)
+        prompt=found.prompt,
+        reused=reused,
+        restored=start - reused,
+        recomputed=found.prompt - start,
+        why=_why(found, start, max(limit, start), furthest),
     )
 
 
-def _why(found: Match, start: int, furthest: int) -> tuple[Cause, ...]:
+def _why(found: Match, start: int, limit: int, furthest: int) -> tuple[Cause, ...]:
     """Reasons for every token from ``start`` on, in the order of their positions."""
-    causes: list[Cause] = []
     known = min(found.known, found.prompt - 1)
-    if start < furthest:
-        causes.append(
-            Cause(
-                "snapshot", f"the nearest snapshot is at token {start:,}", furthest - start, start
-            )
-        )
-    if furthest < known:
-        causes.append(
-            Cause(
-                "evicted",
-                f"given up to stay within the budget from token {furthest:,}",
-                known - furthest,
-                furthest,
-            )
-        )
+    steps: tuple[tuple[CauseCode, int, int, str], ...] = (
+        ("snapshot", start, limit, "the nearest snapshot is at token {:,}"),
+        ("window", limit, furthest, "sliding-window rows are kept up to token {:,}"),
+        ("evicted", furthest, known, "given up to stay within the budget from token {:,}"),
+    )
+    causes = [
+        Cause(code, text.format(at), end - at, at) for code, at, end, text in steps if at < end
+    ]
     new = found.prompt - found.known
     if not new:
         causes.append(Cause("seed", "the last token is always evaluated", 1, found.prompt - 1))

@@ -1,16 +1,19 @@
-"""Pages: the rows of up to 256 tokens, and where they live; and marks: snapshots of states.
+"""What is stored outside the live cache, and where it lives: pages, strips and marks.
 
-A page's residence is ``live`` (its rows are in the model's live cache, no bytes of its own),
-``device`` (arrays of its own) or ``gone``. It changes only through the methods here.
+A *page* holds the full layers' rows of up to 256 tokens. Its residence is ``live`` (the rows are in
+the model's live cache, no bytes of its own), ``device`` (arrays of its own) or ``gone``; it changes
+only through the methods here. A *strip* holds the window layers' rows of up to 256 tokens, always
+in arrays of its own, since a live window soon loses them. A *mark* holds the state layers' content
+at one offset.
 
-A page stores K and V stacked over the layers that are alike, so that a long conversation is few
-buffers: for each group of layers K of shape (layers, batch, heads, tokens, width) and V likewise.
+Rows are stored stacked over the layers that are alike, so that a long conversation is few buffers:
+for each group of layers its arrays with a leading axis (layers,).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import mlx.core as mx
 
@@ -22,27 +25,44 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.cache.view import MarkKind, Residence
 
-Groups = tuple[tuple[int, ...], ...]
-"""Indices of the row layers, grouped by equal shape and dtype."""
+T = TypeVar("T")
+Stacks = tuple[ly.Rows, ...]
+"""For each group of like layers its rows, stacked."""
 
 
-def group_layers(cache: Sequence[Any], rows: Sequence[int]) -> Groups:
-    """Row layers that can be stored stacked; the cache must have content."""
-    groups: dict[Any, list[int]] = {}
-    for index in rows:
-        groups.setdefault(ly.rows_signature(cache[index]), []).append(index)
-    return tuple(tuple(g) for g in groups.values())
+def group(rows: Sequence[tuple[T, ly.Rows]]) -> dict[Any, list[tuple[T, ly.Rows]]]:
+    """What belongs to rows, with them, by what can be stacked; in a stable order."""
+    groups: dict[Any, list[tuple[T, ly.Rows]]] = {}
+    for key, arrays in rows:
+        groups.setdefault(ly.signature(arrays), []).append((key, arrays))
+    return groups
 
 
-def _compact(arrays: list[mx.array]) -> mx.array:
-    """The arrays stacked, in a buffer of their own."""
-    stacked = mx.stack(arrays)
+def stack(layers: Sequence[ly.RowsLayer | ly.WindowLayer], start: int, end: int) -> Stacks:
+    """The rows ``[start, end)`` of all layers, stacked by group; compact, evaluated."""
+    groups = group([(layer, layer.rows(start, end)) for layer in layers]).values()
+    stacks = tuple(
+        tuple(_stacked([arrays[i] for _, arrays in members]) for i in range(len(members[0][1])))
+        for members in groups
+    )
+    mx.eval(stacks)
+    return stacks
+
+
+def _stacked(arrays: list[mx.array]) -> mx.array:
     # A stack of one is only a reshape and would keep the whole live buffer.
-    return ly.compact(stacked) if len(arrays) == 1 else stacked
+    return ly.compact(arrays[0])[None] if len(arrays) == 1 else mx.stack(arrays)
+
+
+def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
+    """Each layer's rows, lazily, in the order that ``stack`` grouped the layers."""
+    for arrays in stacks:
+        for i in range(int(arrays[0].shape[0])):
+            yield tuple(a[i] for a in arrays)
 
 
 class Tally:
-    """Bytes that the pages and marks of one cache hold, kept up as they change."""
+    """Bytes that the stored things of one cache hold, kept up as they change."""
 
     __slots__ = ("nbytes",)
 
@@ -50,17 +70,16 @@ class Tally:
         self.nbytes = 0
 
 
-class Page:
-    """Rows of the tokens ``[start, end)``; its own bytes are counted in ``tally``."""
+class _Stored:
+    """Rows of the tokens ``[start, end)`` in arrays of their own, counted in ``tally``."""
 
-    __slots__ = ("end", "last_used", "nbytes", "residence", "stacks", "start", "tally")
+    __slots__ = ("end", "last_used", "nbytes", "stacks", "start", "tally")
 
-    def __init__(self, start: int, end: int, tally: Tally, residence: Residence = "live") -> None:
+    def __init__(self, start: int, end: int, tally: Tally) -> None:
         self.start = start
         self.end = end
         self.tally = tally
-        self.residence = residence
-        self.stacks: tuple[ly.Rows, ...] = ()
+        self.stacks: Stacks = ()
         self.nbytes = 0
         self.last_used = 0
 
@@ -69,72 +88,83 @@ class Page:
         """How many tokens' rows it holds."""
         return self.end - self.start
 
-    def hold(self, stacks: tuple[ly.Rows, ...]) -> None:
-        """Own these rows (compact, evaluated here): for each group K and V."""
-        mx.eval(stacks)
+    def hold(self, stacks: Stacks) -> None:
+        """Own these rows (compact and evaluated)."""
         self.stacks = stacks
-        self.nbytes = mx.get_array_buffer_size(stacks)
+        self.nbytes = int(mx.get_array_buffer_size(stacks)) if stacks else 0
         self.tally.nbytes += self.nbytes
-        self.residence = "device"
 
-    def capture(self, cache: Sequence[Any], groups: Groups) -> None:
-        """Live → device: copy the rows out of the live cache."""
-        assert self.residence == "live", self
-        views = [[ly.rows(cache[i], self.start, self.end) for i in group] for group in groups]
-        self.hold(
-            tuple(
-                (_compact([k for k, _ in group]), _compact([v for _, v in group]))
-                for group in views
-            )
-        )
-
-    def layer_rows(self, groups: Groups) -> Iterator[tuple[int, ly.Rows]]:
-        """Each row layer's index and its rows, lazily cut from the stacks."""
-        assert self.residence == "device", self
-        for group, (keys, values) in zip(groups, self.stacks, strict=True):
-            for place, index in enumerate(group):
-                yield index, (keys[place], values[place])
-
-    def now_live(self) -> None:
-        """The rows are in the live cache now; the page's own arrays are given up."""
-        self._release("live")
-
-    def drop(self) -> None:
+    def release(self) -> None:
         """Give the rows up."""
-        self._release("gone")
-
-    def _release(self, residence: Residence) -> None:
         self.stacks = ()
         self.tally.nbytes -= self.nbytes
         self.nbytes = 0
-        self.residence = residence
 
-    def split(self, at: int) -> tuple[Page, Page]:
-        """Two pages, ``[start, at)`` and ``[at, end)``, each with compact arrays of its own."""
+    def layer_rows(self, start: int, end: int) -> Iterator[ly.Rows]:
+        """Each layer's rows of the part within ``[start, end)``, lazily."""
+        a, b = max(start, self.start) - self.start, min(end, self.end) - self.start
+        for arrays in unstack(self.stacks):
+            yield arrays if (a, b) == (0, self.tokens) else ly.cut(arrays, a, b)
+
+    def _part(self, start: int, end: int) -> Self:
+        part = type(self)(start, end, self.tally)
+        part.last_used = self.last_used
+        if self.stacks:
+            a, b = start - self.start, end - self.start
+            stacks = tuple(tuple(map(ly.compact, ly.cut(s, a, b))) for s in self.stacks)
+            mx.eval(stacks)
+            part.hold(stacks)
+        return part
+
+    def split(self, at: int) -> tuple[Self, Self]:
+        """Two of its kind, ``[start, at)`` and ``[at, end)``, with arrays of their own."""
         assert self.start < at < self.end
-        parts = tuple(
-            Page(a, b, self.tally, self.residence) for a, b in ((self.start, at), (at, self.end))
-        )
-        cut = at - self.start
-        for part, where in zip(parts, (slice(None, cut), slice(cut, None)), strict=True):
-            part.last_used = self.last_used
-            if self.residence == "device":
-                part.hold(
-                    tuple(
-                        (ly.compact(k[..., where, :]), ly.compact(v[..., where, :]))
-                        for k, v in self.stacks
-                    )
-                )
-        if self.residence == "device":
-            self.drop()
-        upper, lower = parts
-        return upper, lower
+        parts = self._part(self.start, at), self._part(at, self.end)
+        self.release()
+        return parts
+
+
+class Strip(_Stored):
+    """Rows of the window layers."""
+
+    __slots__ = ()
+
+
+class Page(_Stored):
+    """Rows of the full layers."""
+
+    __slots__ = ("residence",)
+
+    def __init__(self, start: int, end: int, tally: Tally) -> None:
+        super().__init__(start, end, tally)
+        self.residence: Residence = "live"
+
+    def capture(self, layers: Sequence[ly.RowsLayer]) -> None:
+        """Live → device: copy the rows out of the live cache."""
+        assert self.residence == "live", self
+        self.hold(stack(layers, self.start, self.end))
+        self.residence = "device"
+
+    def now_live(self) -> None:
+        """The rows are in the live cache now; the page's own arrays are given up."""
+        self.release()
+        self.residence = "live"
+
+    def drop(self) -> None:
+        """Give the rows up."""
+        self.release()
+        self.residence = "gone"
+
+    def _part(self, start: int, end: int) -> Self:
+        part = super()._part(start, end)
+        part.residence = self.residence
+        return part
 
     def __repr__(self) -> str:
         return f"Page([{self.start}, {self.end}) {self.residence})"
 
 
-def joined(pages: Sequence[Page]) -> list[Page]:
+def joined_pages(pages: Sequence[Page]) -> list[Page]:
     """The pages with neighbouring live ones of one full page made one again."""
     result: list[Page] = []
     for page in pages:
@@ -153,24 +183,24 @@ def joined(pages: Sequence[Page]) -> list[Page]:
 
 @dataclass(slots=True)
 class Mark:
-    """The state layers' content at one offset.
+    """A place to come back to; for state layers, their content there.
 
     Attributes:
-        at: tokens that the states cover.
-        kind: why it was taken.
-        states: by layer index, compact copies; None while the live cache itself stands here.
+        at: tokens that it covers.
+        kind: why it is there.
+        states: for each state layer a compact copy; empty while the live cache itself stands here,
+            and for models without state layers.
         nbytes: bytes of its own.
         last_used: the request counter at the last use.
     """
 
     at: int
     kind: MarkKind
-    states: dict[int, Any] | None = None
+    states: list[Any] = field(default_factory=list)
     nbytes: int = 0
     last_used: int = 0
 
-    @classmethod
-    def take(cls, at: int, kind: MarkKind, cache: Sequence[Any], states: Sequence[int]) -> Mark:
-        """Snapshot the state layers of a cache that stands at ``at``."""
-        copies = {i: ly.snapshot(cache[i]) for i in states}
-        return cls(at, kind, copies, ly.nbytes(list(copies.values())))
+    def take(self, layers: Sequence[ly.StateLayer]) -> None:
+        """Snapshot the layers, which stand at ``at``."""
+        self.states = [layer.snapshot() for layer in layers]
+        self.nbytes = ly.nbytes(self.states)

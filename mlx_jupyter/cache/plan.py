@@ -15,6 +15,7 @@ CauseCode = Literal[
     "extended",  # the prompt goes on where the stored sequence ends
     "evicted",  # the tokens are known but their rows were given up
     "snapshot",  # rows are held, but a layer's state can be restored only at an earlier snapshot
+    "window",  # rows are held, but a sliding window's rows only for an earlier position
     "seed",  # one token is always evaluated to start decoding
 ]
 

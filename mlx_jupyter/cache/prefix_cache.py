@@ -1,12 +1,12 @@
-"""The prefix cache of one model: a trie of pages and snapshots around one live cache.
+"""The prefix cache of one model: a trie of what is stored around one live cache.
 
 Used on the engine thread only. What holds between sessions (``check`` raises otherwise):
 
-* every layer of the live cache stands at the same offset, ``len(live_ids)``;
-* the path of ``live_ids`` is in the trie, and its pages up to that offset are exactly the
-  ``live`` pages;
-* bytes are counted from the buffers themselves; live cache, pages and snapshots together stay
-  within the budget.
+* every layer of the live cache stands at the same offset, ``live.offset``;
+* the path of ``live.ids`` is in the trie, and its pages up to that offset are exactly the ``live``
+  pages;
+* bytes are counted from the buffers themselves; live cache, pages, strips and snapshots together
+  stay within the budget.
 
 A request opens a session (``session.py``), which moves the live cache to where the plan says,
 lets the pipeline run, and records what was really computed.
@@ -15,22 +15,22 @@ lets the pipeline run, and records what was really computed.
 from __future__ import annotations
 
 import logging
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import describe, items
+from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
-from mlx_jupyter.cache.pages import Groups, Mark, Page, Tally, group_layers, joined
+from mlx_jupyter.cache.needs import Span, joined, without
+from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, joined_pages
 from mlx_jupyter.cache.session import Session
-from mlx_jupyter.cache.trie import Node, Trie
+from mlx_jupyter.cache.trie import PAGE, Node, Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.cache.view import MarkKind, TreeView
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 GHOST_TOKENS = 1 << 14
 GHOST_NODES = 128
 """How much of given-up paths stays known, so that a later miss can be explained."""
+
+PathNode = Node[Page, Strip, Mark]
 
 
 class PrefixCache:
@@ -52,53 +54,45 @@ class PrefixCache:
     """
 
     def __init__(self, make: Callable[[], list[Any]], *, budget: int, name: str = "") -> None:
-        self._make = make
         self.budget = budget
         self.name = name
-        self.live: list[Any] = make()
-        self.layout = ly.Layout.of(self.live)
-        self.live_ids = array("i")
+        self.live = Live(make)
+        self.needs = self.live.leaves.needs
         self.trie = self._empty_trie()
-        self.groups: Groups = ()
         self.clock = 0
         self.version = 0
         self.needed: set[int] = set()
-        self._tip_mark: Mark | None = None
+        self._tip: Mark | None = None
 
-    def _empty_trie(self) -> Trie[Page, Mark]:
+    def _empty_trie(self) -> Trie[Page, Strip, Mark]:
         self._tally = tally = Tally()
         return Trie(lambda start, end: Page(start, end, tally))
 
     # --- asking ------------------------------------------------------------------------------
 
-    @property
-    def stateful(self) -> bool:
-        """Whether some layer can be restored only at snapshots."""
-        return bool(self.layout.states)
-
-    def live_array(self) -> np.ndarray:
-        """The ids that the live cache holds, int32, a copy."""
-        return np.array(self.live_ids, np.int32)
-
     def match(self, ids: np.ndarray) -> Match:
         """What is known of a prompt."""
         path = {id(n) for n in self._live_path()}
-        return match(self.trie.root, ids, len(self.live_ids), lambda n: id(n) in path)
+        return match(self.trie.root, ids, self.live.offset, lambda n: id(n) in path)
 
     def plan(self, ids: np.ndarray) -> Plan:
         """How a prompt would be served now."""
-        return decide(self.match(ids), stateful=self.stateful)
+        return decide(self.match(ids), self.needs)
 
-    def _live_path(self) -> list[Node[Page, Mark]]:
-        """The trie's nodes along the live cache's ids, as far as they are recorded."""
-        return self.trie.match(self.live_array())[0].path()
+    def path_to(self, ids: np.ndarray) -> list[PathNode]:
+        """The nodes along the longest known prefix of ``ids``."""
+        return self.trie.match(ids)[0].path()
 
-    def live_bytes(self) -> int:
-        """Bytes of the live cache's buffers, spare rows included."""
-        return ly.nbytes(self.live)
+    def _live_path(self) -> list[PathNode]:
+        """The nodes along the live cache's ids, as far as they are recorded."""
+        return self.path_to(self.live.id_array())
+
+    def nbytes(self) -> int:
+        """Bytes of the live cache and of all that is stored."""
+        return self.live.nbytes() + self.stored_bytes()
 
     def stored_bytes(self) -> int:
-        """Bytes of pages and snapshots outside the live cache."""
+        """Bytes of pages, strips and snapshots outside the live cache."""
         return self._tally.nbytes
 
     def view(self) -> TreeView:
@@ -138,108 +132,35 @@ class PrefixCache:
             if node.start < keep < node.end:
                 self.trie.split_pages(node, keep)
         leaving = [p for n in path for p in n.pages if p.start >= keep and p.residence == "live"]
-        row_bytes = self._row_bytes()
+        row_bytes = self.live.row_bytes()
         sizes = {id(p): p.tokens * row_bytes for p in leaving}
-        over = self.live_bytes() + self.stored_bytes() + sum(sizes.values()) - self.budget
-        if over > 0:
-            self._give_up(over, sizes)
+        self._give_up(self.nbytes() + sum(sizes.values()) - self.budget, sizes)
         for page in leaving:
             if page.residence == "live":
-                page.capture(self.live, self.groups)
-        if self._tip_mark is not None:
-            tip, self._tip_mark = self._tip_mark, None
-            taken = Mark.take(tip.at, tip.kind, self.live, self.layout.states)
-            tip.states, tip.nbytes = taken.states, taken.nbytes
-            self._tally.nbytes += tip.nbytes
-
-    def _row_bytes(self) -> int:
-        """Bytes of one token's rows over all row layers."""
-        total = 0
-        for index in self.layout.rows:
-            layer = self.live[index]
-            if layer.keys is not None:
-                total += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
-        return total
-
-    def rewind(self, keep: int) -> None:
-        """Cut the live row layers to ``keep`` tokens; states are the caller's to set."""
-        for index in self.layout.rows:
-            ly.rewind(self.live[index], keep)
-        del self.live_ids[keep:]
-
-    def read_in(self, pages: Sequence[Page], until: int, total: int) -> None:
-        """Append stored rows to the live cache, up to position ``until``.
-
-        Args:
-            pages: consecutive, the first reaches over the live offset.
-            until: the last one may be used in part.
-            total: rows to have room for.
-        """
-        at = len(self.live_ids)
-        parts: dict[int, list[ly.Rows]] = {i: [] for i in self.layout.rows}
-        for page in pages:
-            a, b = max(page.start, at) - page.start, min(page.end, until) - page.start
-            for index, (keys, values) in page.layer_rows(self.groups):
-                whole = (a, b) == (0, page.tokens)
-                parts[index].append(
-                    (keys, values) if whole else (keys[..., a:b, :], values[..., a:b, :])
-                )
-        for index, layer_parts in parts.items():
-            ly.append_rows(self.live[index], layer_parts, total)
-
-    def set_states(self, states: dict[int, Any] | None) -> None:
-        """Put the state layers to a snapshot, or to their beginning when None."""
-        fresh = self._make() if states is None and self.layout.states else []
-        for index in self.layout.states:
-            self.live[index] = fresh[index] if states is None else ly.restored(states[index])
-
-    def reserve(self, total: int) -> None:
-        """Give every row layer room for ``total`` rows, layer by layer."""
-        for index in self.layout.rows:
-            ly.reserve(self.live[index], total)
-
-    def learn_groups(self) -> None:
-        """Once the live cache has content: which row layers are stored together."""
-        if not self.groups and self.layout.rows:
-            self.groups = group_layers(self.live, self.layout.rows)
-
-    def drop_live(self) -> None:
-        """Forget the live cache and the rows that only it holds."""
-        for node in self._live_path():
-            for page in node.pages:
-                if page.residence == "live":
-                    page.drop()
-        self.forget_live()
-
-    def forget_live(self) -> None:
-        """Start with an empty live cache; nothing in the trie is ``live`` any more."""
-        self._drop_tip_mark()
-        self.live = self._make()
-        self.live_ids = array("i")
-
-    def _drop_tip_mark(self) -> None:
-        if self._tip_mark is not None:
-            node, _ = self.trie.match(self.live_array()[: self._tip_mark.at])
-            node.marks.pop(self._tip_mark.at, None)
-            self._tip_mark = None
+                page.capture(self.live.full_layers())
+        if self._tip is not None:
+            self._tip.take(self.live.leaves.states)
+            self._tally.nbytes += self._tip.nbytes
+            self._tip = None
 
     def record(
-        self, owner: str | None, tip: MarkKind | None, marks: Sequence[Mark]
-    ) -> Node[Page, Mark]:
-        """Put the live path into the trie: its rows are live.
+        self, owner: str | None = None, tip: MarkKind | None = None, mark: MarkKind | None = None
+    ) -> PathNode:
+        """Put the live path into the trie: its rows are live, its new window rows stored.
 
         Args:
             owner: whose tip this is; its former one is released.
-            tip: kind of the mark at the end, where the live states stand; None for no mark.
-            marks: snapshots taken on the way.
+            tip: kind of the mark at the end of a request, where the live states stand.
+            mark: kind of a mark on the way; states are copied.
 
         Returns:
             The node that the path ends in.
         """
-        offset = len(self.live_ids)
+        offset = self.live.offset
         if not offset:
             return self.trie.root
-        node = self.trie.insert(self.live_array())
+        self.live.learn_order()
+        node = self.trie.insert(self.live.id_array())
         path = node.path()
         if offset < node.end:
             self.trie.split_pages(node, offset)
@@ -250,73 +171,130 @@ class PrefixCache:
                 if page.end <= offset:
                     page.now_live()
                     page.last_used = self.clock
-            step.pages = joined(step.pages)
-        for mark in marks:
-            holder = next(n for n in path if n.start < mark.at <= n.end)
-            if mark.at not in holder.marks or not holder.marks[mark.at].nbytes:
-                holder.marks[mark.at] = mark
-                self._tally.nbytes += mark.nbytes
-        if tip and self.stateful and offset not in node.marks:
-            self._tip_mark = node.marks[offset] = Mark(offset, tip, last_used=self.clock)
+            step.pages = joined_pages(step.pages)
+        self._store_windows(path)
+        if mark or tip:
+            self._mark(node, offset, mark or tip or "tip", copy=mark is not None)
         if owner is not None:
             self.release(owner)
             node.owners[owner] = offset
         return node
+
+    def _mark(self, node: PathNode, at: int, kind: MarkKind, *, copy: bool) -> None:
+        present = node.marks.get(at)
+        if present is not None and (present.states or not self.needs.stateful):
+            present.last_used = self.clock
+            return
+        made = node.marks[at] = Mark(at, kind, last_used=self.clock)
+        if self.needs.stateful and copy:
+            made.take(self.live.leaves.states)
+            self._tally.nbytes += made.nbytes
+        elif self.needs.stateful:
+            self._tip = made
+
+    def _store_windows(self, path: Sequence[PathNode]) -> None:
+        """Copy the window rows since the last time into strips along the live path."""
+        live = self.live
+        if not live.leaves.windows:
+            return
+        for node in path:
+            span = max(node.start, live.windowed), min(node.end, live.offset)
+            if span[0] >= span[1]:
+                continue
+            for a, b in without(span, joined((s.start, s.end) for s in node.strips)):
+                for start, end in _by_page(a, b):
+                    strip = Strip(start, end, self._tally)
+                    strip.hold(live.window_rows(start, end))
+                    strip.last_used = self.clock
+                    node.strips.append(strip)
+            node.strips.sort(key=lambda s: s.start)
+        live.windowed = live.offset
+
+    def thin(self, since: int) -> None:
+        """Give up window rows of the live path that no place to come back to needs.
+
+        Kept are those of the latest turn (from ``since`` on) and those that each mark needs.
+        """
+        if not self.needs.windows:
+            return
+        path = self._live_path()
+        places = [*(at for n in path for at in n.marks), self.live.offset, since]
+        kept = joined([*(s for at in places for s in self.needs.spans(at)), (since, 1 << 62)])
+        for node in path:
+            for strip in list(node.strips):
+                if not any(a < strip.end and strip.start < b for a, b in kept):
+                    strip.release()
+                    node.strips.remove(strip)
 
     def release(self, owner: str) -> None:
         """The cell or branch doesn't need its path any more; it stays until room is needed."""
         for node in self.trie.nodes():
             node.owners.pop(owner, None)
 
+    def drop_live(self) -> None:
+        """Forget the live cache and the rows that only it holds."""
+        for node in self._live_path():
+            for page in node.pages:
+                if page.residence == "live":
+                    page.drop()
+        self.forget_live()
+
+    def forget_live(self) -> None:
+        """Start with an empty live cache; nothing in the trie may be ``live`` any more."""
+        if self._tip is not None:
+            node, _ = self.trie.match(self.live.id_array()[: self._tip.at])
+            node.marks.pop(self._tip.at, None)
+            self._tip = None
+        self.live.reset()
+
     # --- giving up ---------------------------------------------------------------------------
 
-    def enforce(self) -> int:
-        """Give up pages and snapshots until the budget holds; bytes freed."""
-        over = self.live_bytes() + self.stored_bytes() - self.budget
-        return self._give_up(over, {}) if over > 0 else 0
+    def enforce(self) -> None:
+        """Give up pages, strips and snapshots until the budget holds."""
+        self._give_up(self.nbytes() - self.budget, {})
 
     def fit_live(self) -> None:
         """Between requests: shrink the live cache, or let go of it, when it alone is too large."""
-        if self.live_bytes() <= self.budget:
+        if self.live.nbytes() <= self.budget:
             return
-        offset = len(self.live_ids)
-        if not self.stateful and offset * self._row_bytes() <= self.budget:
-            for index in self.layout.rows:
-                ly.shrink(self.live[index], offset)
-        if self.live_bytes() > self.budget:
-            log.debug("live cache of %d bytes is over the budget: let go", self.live_bytes())
+        self.live.shrink()
+        if self.live.nbytes() > self.budget:
+            log.debug("live cache of %d bytes is over the budget: let go", self.live.nbytes())
             self.drop_live()
             self._prune()
 
-    def _give_up(self, need: int, leaving: dict[int, int]) -> int:
+    def _give_up(self, need: int, leaving: dict[int, int]) -> None:
+        if need <= 0:
+            return
         before = self.stored_bytes()
-        described, by_key = items(self, leaving)
+        described, things = items(self, leaving)
         for key in retention.choose(described, need, self.clock):
-            thing, node = by_key[key]
+            thing, node = things[key]
             if isinstance(thing, Page):
                 thing.drop()
+            elif isinstance(thing, Strip):
+                thing.release()
+                node.strips.remove(thing)
             else:
                 self._tally.nbytes -= node.marks.pop(thing.at).nbytes
         self._prune()
-        freed = before - self.stored_bytes()
-        log.debug("gave up %d bytes for %d needed", freed, need)
-        return freed
+        log.debug("gave up %d bytes, %d were needed", before - self.stored_bytes(), need)
 
     def evict(self, nbytes: int | None = None) -> int:
         """Give up at least ``nbytes`` now, or everything, the live cache included; bytes freed."""
-        before = self.live_bytes() + self.stored_bytes()
+        before = self.nbytes()
         target = before if nbytes is None else nbytes
         self._give_up(target, {})
-        if before - self.live_bytes() - self.stored_bytes() < target:
+        if before - self.nbytes() < target:
             self.drop_live()
-        self._prune()
+            self._give_up(target - (before - self.nbytes()), {})
         mx.clear_cache()
-        return before - self.live_bytes() - self.stored_bytes()
+        return before - self.nbytes()
 
     def clear(self) -> None:
         """Forget everything."""
-        self._tip_mark = None
-        self.live, self.live_ids = self._make(), array("i")
+        self._tip = None
+        self.live.reset()
         self.trie = self._empty_trie()
         mx.clear_cache()
 
@@ -340,27 +318,35 @@ class PrefixCache:
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
         self.trie.check()
-        offset = len(self.live_ids)
-        for index, layer in enumerate(self.live):
-            at = getattr(layer, "offset", offset)
-            assert at == offset, f"layer {index} stands at {at}, recorded are {offset}"
-        assert self.trie.match(self.live_array())[1] == offset, "the live path left the trie"
-        path = self._live_path()
-        on_path = {id(n) for n in path}
+        offset = self.live.offset
+        for at in self.live.leaves.offsets():
+            assert at == offset, f"a layer stands at {at}, recorded are {offset}"
+        assert self.trie.match(self.live.id_array())[1] == offset, "the live path left the trie"
+        on_path = {id(n) for n in self._live_path()}
+        held = 0
         for node in self.trie.nodes():
             for page in node.pages:
                 is_live = id(node) in on_path and page.end <= offset
                 assert (page.residence == "live") == is_live, (node, page, offset)
-            for mark in node.marks.values():
-                assert bool(mark.nbytes) or mark is self._tip_mark, (node, mark.at)
-        held = sum(
-            sum(p.nbytes for p in node.pages) + sum(m.nbytes for m in node.marks.values())
-            for node in self.trie.nodes()
-        )
+            if self.needs.stateful:
+                for mark in node.marks.values():
+                    assert bool(mark.states) or mark is self._tip, (node, mark.at)
+            held += _own_bytes(node)
         assert held == self.stored_bytes(), (held, self.stored_bytes())
-        total = self.live_bytes() + self.stored_bytes()
-        assert total <= self.budget or not self.stored_bytes(), (total, self.budget)
+        assert self.nbytes() <= self.budget or not held, (self.nbytes(), self.budget)
 
 
-def _is_ghost(node: Node[Page, Mark]) -> bool:
-    return not node.marks and all(p.residence == "gone" for p in node.pages)
+def _by_page(start: int, end: int) -> Iterable[Span]:
+    while start < end:
+        stop = min(end, (start // PAGE + 1) * PAGE)
+        yield start, stop
+        start = stop
+
+
+def _is_ghost(node: PathNode) -> bool:
+    return not _own_bytes(node) and all(p.residence == "gone" for p in node.pages)
+
+
+def _own_bytes(node: PathNode) -> int:
+    pages, strips = sum(p.nbytes for p in node.pages), sum(s.nbytes for s in node.strips)
+    return pages + strips + sum(m.nbytes for m in node.marks.values())

@@ -24,7 +24,7 @@ class Item:
 
     Attributes:
         key: names it; unique.
-        kind: "rows" (a page), "state" (a snapshot).
+        kind: "rows" (a page), "window" (a strip), "state" (a snapshot).
         nbytes: what giving it up frees.
         end: the absolute position that it reaches; deeper goes first among equals.
         replay: tokens to prefill again, should it be wanted after all.
@@ -36,7 +36,7 @@ class Item:
     """
 
     key: int
-    kind: Literal["rows", "state"]
+    kind: Literal["rows", "window", "state"]
     nbytes: int
     end: int
     replay: int

@@ -3,10 +3,10 @@
     with cache.open(ids, room=max_tokens) as session:
         ...  # feed ids[session.start:] to the model with cache=session.layers
         session.advance(fed)   # after each dispatch: these ids are in the cache now
-        session.settle()       # after their evaluation: snapshots due, room, budget
+        session.settle()       # evaluates them: marks due, window rows, room, budget
 
 Every way out records exactly what the layers hold. When that can't be shown, the live cache is
-let go of, not patched; what the pages hold stays.
+let go of, not patched; what is stored stays.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
-import mlx.core as mx
-
-from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache.match import decide
-from mlx_jupyter.cache.pages import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from mlx_jupyter.cache.pages import Page
+    from mlx_jupyter.cache.pages import Mark, Page, Strip
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.cache.prefix_cache import PrefixCache
     from mlx_jupyter.cache.view import MarkKind
@@ -37,7 +33,10 @@ ROOM = 512
 """Rows are reserved in multiples of this, so that a growing conversation is seldom copied."""
 
 PERIOD = 8192
-"""Tokens between two periodic snapshots of a long prefill."""
+"""Tokens between two periodic marks of a long prefill."""
+
+SETTLE = 256
+"""Tokens that decode makes between two settlings."""
 
 
 class Session:
@@ -47,6 +46,7 @@ class Session:
         plan: what is reused, restored and recomputed, and why.
         start: position that prefill begins at; ``plan.cached``.
         node: id of the trie node where the recorded path ends (after the session).
+        cancelled: set by the pipeline when the request was cut short.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class Session:
         self._ids = ids
         self._total = -(-(len(ids) + room) // ROOM) * ROOM
         self._owner = owner
-        self.plan: Plan = decide(found, stateful=cache.stateful)
+        self.plan: Plan = decide(found, cache.needs)
         self.start = self.plan.cached
         self.node: int | None = None
         self.cancelled = False
-        self._cuts = self._places(marks, found.known) if cache.stateful else {}
+        self._cuts = self._places(marks, found.known)
 
     def _places(self, marks: Sequence[tuple[int, MarkKind]], known: int) -> dict[int, MarkKind]:
-        """Where snapshots are taken: offset → kind."""
+        """Where marks are set: offset → kind. Models of full layers alone need none."""
+        if not self._cache.needs.stateful and not self._cache.needs.windows:
+            return {}
         n = len(self._ids)
         cuts: dict[int, MarkKind] = dict.fromkeys(range(PERIOD, n, PERIOD), "periodic")
         cuts[n - 1] = "prompt"
@@ -82,83 +84,80 @@ class Session:
     @property
     def layers(self) -> list[Any]:
         """The live cache, to pass to the model."""
-        return self._cache.live
+        return self._cache.live.layers
+
+    @property
+    def period(self) -> int:
+        """Tokens that may be decoded before ``settle`` has to be called."""
+        return min(SETTLE, self._cache.needs.period or SETTLE)
 
     def next_cut(self, at: int) -> int:
-        """The nearest position after ``at`` where prefill has to pause for a snapshot."""
+        """The nearest position after ``at`` where prefill has to pause for a mark."""
         return min((c for c in self._cuts if c > at), default=len(self._ids))
 
     def __enter__(self) -> Self:
-        cache, plan = self._cache, self.plan
         try:
             self._restore()
         except BaseException:
-            cache.drop_live()
+            self._cache.drop_live()
             raise
-        log.debug(
-            "open: %d tokens, %d reused, %d restored, %d to compute",
-            plan.prompt,
-            plan.reused,
-            plan.restored,
-            plan.recomputed,
-        )
+        log.debug("open: %s", self.plan)
         return self
 
     def _restore(self) -> None:
-        cache, start, keep = self._cache, self.start, self.plan.reused
-        pages = self._pages(keep, start)
-        mark = self._mark_at(start)
-        in_place = keep == start == len(cache.live_ids) > 0
-        cache.needed = {id(page) for page in pages} | {id(mark)}
+        cache, live, start, keep = self._cache, self._cache.live, self.start, self.plan.reused
+        in_place = keep == start == live.offset > 0
+        pages, strips, mark = ([], [], None) if in_place else self._stored(keep, start)
+        cache.needed = {id(thing) for thing in (*pages, *strips, mark)}
         try:
             cache.vacate(keep)
         finally:
             cache.needed = set()
         if not in_place:
-            cache.rewind(keep)
-            if pages:
-                cache.read_in(pages, start, self._total)
-                cache.live_ids.extend(self._ids[keep:start].tolist())
+            live.rewind(keep)
+            if keep < start:
+                live.read_in(pages, self._ids[keep:start], self._total)
                 for page in pages:
                     if page.end <= start:
                         page.now_live()
-            cache.set_states(mark.states if mark else None)
-        for index in cache.layout.rows:
-            if ly.capacity(self.layers[index]) > 2 * self._total:
-                ly.shrink(self.layers[index], self._total)
-        cache.reserve(self._total)
+            live.set_windows(start, strips)
+            live.set_states(mark.states if mark else ())
+        live.fit(self._total)
+        live.reserve(self._total)
 
-    def _pages(self, keep: int, start: int) -> list[Page]:
-        """The stored pages that cover ``[keep, start)``."""
-        if keep == start:
-            return []
-        node, _ = self._cache.trie.match(self._ids[:start])
-        return [p for n in node.path() for p in n.pages if p.end > keep and p.start < start]
-
-    def _mark_at(self, start: int) -> Mark | None:
-        """The snapshot to restore the states from; None at 0 and for the live tip itself."""
-        if not start or not self._cache.stateful:
-            return None
-        node, _ = self._cache.trie.match(self._ids[:start])
-        mark = node.marks.get(start)
+    def _stored(self, keep: int, start: int) -> tuple[list[Page], list[Strip], Mark | None]:
+        """What is read in: pages for ``[keep, start)``, window rows and states for ``start``."""
+        if not start:
+            return [], [], None
+        cache = self._cache
+        path = cache.path_to(self._ids[:start])
+        pages = [
+            p for n in path for p in n.pages if keep < start and p.end > keep and p.start < start
+        ]
+        spans = cache.needs.spans(start)
+        strips = [
+            s for n in path for s in n.strips if any(a < s.end and s.start < b for a, b in spans)
+        ]
+        mark = path[-1].marks.get(start)
+        for strip in strips:
+            strip.last_used = cache.clock
         if mark is not None:
-            mark.last_used = self._cache.clock
-        return mark
+            mark.last_used = cache.clock
+        return pages, strips, mark
 
     def advance(self, ids: Sequence[int]) -> None:
         """These ids were just dispatched to the model; their rows are in the layers."""
-        self._cache.live_ids.extend(ids)
+        self._cache.live.ids.extend(ids)
 
     def settle(self) -> None:
-        """What was dispatched is evaluated: take a snapshot due, make room, keep the budget."""
+        """Evaluate what was dispatched; set a mark due, store window rows, keep the budget."""
         cache = self._cache
-        cache.learn_groups()
-        at = len(cache.live_ids)
-        if at in self._cuts:
-            mark = Mark.take(at, self._cuts[at], cache.live, cache.layout.states)
-            mark.last_used = cache.clock
-            cache.record(None, None, [mark])
-        cache.reserve(self._total)
+        cache.live.evaluate()
+        mark = self._cuts.get(cache.live.offset)
+        if mark or cache.needs.windows:
+            cache.record(mark=mark)
+            cache.thin(self.start)
+        cache.live.reserve(self._total)
         cache.enforce()
 
     def __exit__(
@@ -168,36 +167,35 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         cache = self._cache
-        if not self._rows_whole():
+        if not self._whole():
             log.warning("the live cache was torn by an error and let go of; stored pages are kept")
-            recorded = cache.trie.match(cache.live_array())[1]
-            del cache.live_ids[recorded:]
+            recorded = cache.trie.match(cache.live.id_array())[1]
+            del cache.live.ids[recorded:]
             cache.drop_live()
-        elif error is not None and cache.stateful:
-            # The states may be ahead of the recorded offset: keep the rows and the snapshots.
-            cache.learn_groups()
-            cache.record(self._owner, None, ())
-            cache.vacate(0)
-            cache.forget_live()
+        elif error is not None and (cache.needs.stateful or cache.needs.windows):
+            self._keep_rows()
         else:
-            cache.learn_groups()
-            tip: MarkKind = "interrupt" if self.cancelled else "answer"
-            self.node = cache.record(self._owner, tip, ()).id
+            self.node = cache.record(
+                self._owner, tip="interrupt" if self.cancelled else "answer"
+            ).id
+            cache.thin(self.start)
         cache.enforce()
         cache.fit_live()
 
-    def _rows_whole(self) -> bool:
-        """Bring the row layers to the recorded offset; False when one doesn't reach it."""
-        cache = self._cache
-        offset = len(cache.live_ids)
+    def _whole(self) -> bool:
+        """Bring the full layers to the recorded offset; False when that can't be done."""
+        live = self._cache.live
         try:
-            mx.eval(ly.arrays_in(cache.live))
+            live.evaluate()
         except Exception:
             log.debug("evaluating the live cache failed", exc_info=True)
             return False
-        rows = [cache.live[i] for i in cache.layout.rows]
-        if any(layer.offset < offset for layer in rows):
-            return False
-        for layer in rows:
-            ly.rewind(layer, offset)
-        return True
+        return live.mend_rows()
+
+    def _keep_rows(self) -> None:
+        """Windows or states may be ahead of the recorded offset: keep the rows and the marks."""
+        cache = self._cache
+        cache.live.windowed = cache.live.offset  # what isn't stored by now can't be trusted
+        cache.record(self._owner)
+        cache.vacate(0)
+        cache.forget_live()

@@ -5,9 +5,10 @@ Invariants (``Trie.check`` raises when one is broken):
 * a node's edge is never empty (but for the root), children start with distinct tokens;
 * nodes exist only where sequences diverge or end: an inner node has two children or more;
 * a node's pages cover its edge without gaps or overlap, in order, none across a page boundary;
+* its strips lie within its edge, in order, without overlap;
 * a mark's or an owner's offset lies in ``(start, end]`` of its node.
 
-Pages and marks are opaque here but for their place: a page knows how to split itself.
+Pages, strips and marks are opaque here but for their place: the former two can split themselves.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class MarkLike(Protocol):
 
 
 P = TypeVar("P", bound=PageLike)
+S = TypeVar("S", bound=PageLike)
 M = TypeVar("M", bound=MarkLike)
 
 
-class Node(Generic[P, M]):
+class Node(Generic[P, S, M]):
     """One node: the edge ``[start, end)`` that leads to it and what is stored along it."""
 
     __slots__ = (
@@ -56,17 +58,21 @@ class Node(Generic[P, M]):
         "pages",
         "parent",
         "start",
+        "strips",
         "tokens",
         "uses",
     )
 
-    def __init__(self, id: int, parent: Node[P, M] | None, start: int, tokens: np.ndarray) -> None:  # noqa: A002
-        self.id = id
+    def __init__(
+        self, number: int, parent: Node[P, S, M] | None, start: int, tokens: np.ndarray
+    ) -> None:
+        self.id = number
         self.parent = parent
         self.start = start
         self.tokens = tokens
-        self.children: dict[int, Node[P, M]] = {}
+        self.children: dict[int, Node[P, S, M]] = {}
         self.pages: list[P] = []
+        self.strips: list[S] = []
         self.marks: dict[int, M] = {}
         self.owners: dict[str, int] = {}
         self.uses = 0
@@ -77,14 +83,14 @@ class Node(Generic[P, M]):
         """One past the edge's last position."""
         return self.start + len(self.tokens)
 
-    def child(self, token: int) -> Node[P, M] | None:
+    def child(self, token: int) -> Node[P, S, M] | None:
         """The child whose edge begins with ``token``."""
         return self.children.get(token)
 
-    def path(self) -> list[Node[P, M]]:
+    def path(self) -> list[Node[P, S, M]]:
         """Nodes from the root's child down to this one."""
-        nodes: list[Node[P, M]] = []
-        node: Node[P, M] | None = self
+        nodes: list[Node[P, S, M]] = []
+        node: Node[P, S, M] | None = self
         while node is not None and node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -104,21 +110,21 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if differs[first] else n
 
 
-class Trie(Generic[P, M]):
+class Trie(Generic[P, S, M]):
     """The tree. ``page(start, end)`` makes the pages of new edges."""
 
     def __init__(self, page: Callable[[int, int], P]) -> None:
         self._page = page
         self._next = 0
-        self.root: Node[P, M] = self._node(None, 0, np.zeros(0, np.int32))
+        self.root: Node[P, S, M] = self._node(None, 0, np.zeros(0, np.int32))
 
-    def _node(self, parent: Node[P, M] | None, start: int, tokens: np.ndarray) -> Node[P, M]:
+    def _node(self, parent: Node[P, S, M] | None, start: int, tokens: np.ndarray) -> Node[P, S, M]:
         tokens.flags.writeable = False
-        node: Node[P, M] = Node(self._next, parent, start, tokens)
+        node: Node[P, S, M] = Node(self._next, parent, start, tokens)
         self._next += 1
         return node
 
-    def match(self, tokens: np.ndarray) -> tuple[Node[P, M], int]:
+    def match(self, tokens: np.ndarray) -> tuple[Node[P, S, M], int]:
         """The deepest node that shares a prefix with ``tokens``, and that prefix's length.
 
         The length is in ``(node.start, node.end]``, or 0 at the root.
@@ -134,7 +140,7 @@ class Trie(Generic[P, M]):
                 break
         return node, at
 
-    def insert(self, tokens: np.ndarray) -> Node[P, M]:
+    def insert(self, tokens: np.ndarray) -> Node[P, S, M]:
         """Make the path of ``tokens`` exist; the node that it ends in (maybe inside its edge).
 
         A leaf that ``tokens`` goes on from is lengthened; where they diverge the edge is split.
@@ -160,36 +166,41 @@ class Trie(Generic[P, M]):
         cuts = [start, *range((start // PAGE + 1) * PAGE, end, PAGE), end]
         return [self._page(a, b) for a, b in pairwise(cuts) if a < b]
 
-    def split(self, node: Node[P, M], at: int) -> Node[P, M]:
+    def split(self, node: Node[P, S, M], at: int) -> Node[P, S, M]:
         """Cut the edge of ``node`` at ``at``; the new upper node, which owns ``[start, at)``."""
         assert node.parent is not None
         assert node.start < at < node.end
         self.split_pages(node, at)
+        self.split_strips(node, at)
         cut = at - node.start
         upper = self._node(node.parent, node.start, node.tokens[:cut].copy())
         lower_tokens = node.tokens[cut:].copy()
         lower_tokens.flags.writeable = False
         upper.uses, upper.last_used = node.uses, node.last_used
         upper.pages = [p for p in node.pages if p.end <= at]
+        upper.strips = [s for s in node.strips if s.end <= at]
         upper.marks = {m: mark for m, mark in node.marks.items() if m <= at}
         upper.owners = {who: o for who, o in node.owners.items() if o <= at}
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.start, node.tokens = upper, at, lower_tokens
         node.pages = [p for p in node.pages if p.start >= at]
+        node.strips = [s for s in node.strips if s.start >= at]
         node.marks = {m: mark for m, mark in node.marks.items() if m > at}
         node.owners = {who: o for who, o in node.owners.items() if o > at}
         upper.children[int(node.tokens[0])] = node
         return upper
 
     @staticmethod
-    def split_pages(node: Node[P, M], at: int) -> None:
+    def split_pages(node: Node[P, S, M], at: int) -> None:
         """Make ``at`` a boundary between pages of ``node``."""
-        for i, page in enumerate(node.pages):
-            if page.start < at < page.end:
-                node.pages[i : i + 1] = page.split(at)
-                return
+        _split(node.pages, at)
 
-    def remove(self, leaf: Node[P, M]) -> None:
+    @staticmethod
+    def split_strips(node: Node[P, S, M], at: int) -> None:
+        """Make ``at`` a boundary between strips of ``node``."""
+        _split(node.strips, at)
+
+    def remove(self, leaf: Node[P, S, M]) -> None:
         """Take a leaf out; a parent that is left with one child is merged with it."""
         assert leaf.parent is not None
         assert not leaf.children
@@ -199,7 +210,7 @@ class Trie(Generic[P, M]):
         if parent.parent is not None and len(parent.children) == 1:
             self._merge(parent)
 
-    def _merge(self, node: Node[P, M]) -> None:
+    def _merge(self, node: Node[P, S, M]) -> None:
         """Join a node with its only child; the child goes on."""
         (child,) = node.children.values()
         assert node.parent is not None
@@ -207,11 +218,12 @@ class Trie(Generic[P, M]):
         joined.flags.writeable = False
         child.tokens, child.start, child.parent = joined, node.start, node.parent
         child.pages = node.pages + child.pages
+        child.strips = node.strips + child.strips
         child.marks = node.marks | child.marks
         child.owners = node.owners | child.owners
         node.parent.children[int(joined[0])] = child
 
-    def nodes(self) -> Iterator[Node[P, M]]:
+    def nodes(self) -> Iterator[Node[P, S, M]]:
         """All nodes but the root, parents before children."""
         stack = list(reversed(self.root.children.values()))
         while stack:
@@ -219,7 +231,7 @@ class Trie(Generic[P, M]):
             yield node
             stack.extend(reversed(node.children.values()))
 
-    def tokens_to(self, node: Node[P, M], at: int) -> np.ndarray:
+    def tokens_to(self, node: Node[P, S, M], at: int) -> np.ndarray:
         """The ids of the path to position ``at`` of ``node``, int32, shape (at,)."""
         parts: Sequence[np.ndarray] = [n.tokens for n in node.path()]
         return np.concatenate(parts)[:at] if parts else np.zeros(0, np.int32)
@@ -240,8 +252,22 @@ class Trie(Generic[P, M]):
                 assert page.start // PAGE == (page.end - 1) // PAGE, (node, page)
                 at = page.end
             assert at == node.end, (node, "pages end at", at)
+            at = node.start
+            for strip in node.strips:
+                assert at <= strip.start < strip.end <= node.end, (node, strip)
+                at = strip.end
             for offset, mark in node.marks.items():
                 assert offset == mark.at, node
                 assert node.start < offset <= node.end, (node, offset)
             for owner, offset in node.owners.items():
                 assert node.start < offset <= node.end, (node, owner, offset)
+
+
+Piece = TypeVar("Piece", bound=PageLike)
+
+
+def _split(pieces: list[Piece], at: int) -> None:
+    for i, piece in enumerate(pieces):
+        if piece.start < at < piece.end:
+            pieces[i : i + 1] = piece.split(at)
+            return

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from mlx_jupyter.cache.needs import Needs
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,8 +32,17 @@ class PageView:
 
 
 @dataclass(frozen=True, slots=True)
+class StripView:
+    """Stored rows of the window layers for the tokens ``[start, end)``."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MarkView:
-    """A snapshot of the layers that can be restored only at its offset ``at``."""
+    """A place to come back to; its bytes are those of the state layers' snapshot there."""
 
     at: int
     kind: MarkKind
@@ -50,6 +61,7 @@ class NodeView:
         tokens: int32, shape (end - start,), read-only.
         children: in the order of their first use.
         pages: cover ``[start, end)`` without gaps; given-up ones have residence ``"gone"``.
+        strips: window rows within the edge, in order; only those worth keeping are there.
         marks: by ascending ``at``, each in ``(start, end]``.
         uses: requests that restored or wrote rows of this node.
         last_used: the request counter at the last such use.
@@ -64,6 +76,7 @@ class NodeView:
     tokens: np.ndarray
     children: tuple[NodeView, ...] = ()
     pages: tuple[PageView, ...] = ()
+    strips: tuple[StripView, ...] = ()
     marks: tuple[MarkView, ...] = ()
     uses: int = 0
     last_used: int = 0
@@ -82,8 +95,9 @@ class NodeView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own that the node's pages and marks hold (live rows count 0)."""
-        return sum(p.nbytes for p in self.pages) + sum(m.nbytes for m in self.marks)
+        """Bytes of its own that the node holds (live rows count 0)."""
+        pages, strips = sum(p.nbytes for p in self.pages), sum(s.nbytes for s in self.strips)
+        return pages + strips + sum(m.nbytes for m in self.marks)
 
 
 def _empty_root() -> NodeView:
@@ -103,6 +117,7 @@ class TreeView:
         budget: bytes that ``live_bytes + stored_bytes`` may reach.
         page_size: tokens in a full page.
         clock: the request counter, the unit of ``last_used``.
+        needs: what restoring at a position takes besides full rows.
         layers: how many leaf caches of each kind, such as ``(("rows", 30),)``.
         version: grows with every published change.
     """
@@ -115,6 +130,7 @@ class TreeView:
     budget: int = 0
     page_size: int = 256
     clock: int = 0
+    needs: Needs = field(default_factory=Needs)
     layers: tuple[tuple[str, int], ...] = ()
     version: int = 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mlx_jupyter.cache.plan import Cause
 from mlx_jupyter.engine.stats import Timing, Usage
+
+if TYPE_CHECKING:
+    from mlx_jupyter.cache.plan import Cause
 
 Finish = Literal["stop", "length", "cancelled"]
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
@@ -249,7 +250,7 @@ class Engine:
         _, ids, _ = prompt_ids(self._shop, loaded, request)
         view = self._shop.published.trees.get(loaded.info.name) or TreeView()
         found = match(view.root, ids, view.live, lambda node: bool(node.active))
-        return decide(found, stateful=any(kind == "state" for kind, _ in loaded.info.layers))
+        return decide(found, view.needs)
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -336,10 +337,10 @@ class Engine:
         self.close()
 
 
-def _token(value: object) -> int:
+def _token(value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise BadRequest(f"tokens takes ids (whole numbers), not {value!r}.")
-    token = value.__index__()
+    token = index(value)
     if token < 0 or token >= 2**31:
         raise BadRequest(f"{token} is no token id.")
     return token

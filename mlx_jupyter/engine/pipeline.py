@@ -87,7 +87,6 @@ class Run:
             fed = self.ids[at:end]
             self.model(mx.array([fed]), cache=session.layers)
             session.advance(fed)
-            mx.eval([layer.state for layer in session.layers])
             session.settle()
             self.computed += end - at
             at = end
@@ -114,11 +113,18 @@ class Run:
             self._reached_first()
             self.finish = "length"
             return
-        uncleared = 0
+        unsettled = uncleared = 1
         while True:
             step = len(self.tokens)
             more = step + 1 < wanted and not self.ticket.cancelled
             if more:
+                if unsettled >= session.period:
+                    session.settle()
+                    unsettled = 0
+                if uncleared >= CLEAR_EVERY:
+                    mx.clear_cache()
+                    uncleared = 0
+                unsettled, uncleared = unsettled + 1, uncleared + 1
                 following = self._step(session, token, step + 1)
             value = int(token.item())  # type: ignore[arg-type]
             if more:
@@ -137,11 +143,6 @@ class Run:
                 self.finish = "length" if step + 1 == wanted else "cancelled"
                 break
             token, logprob = following
-            uncleared += 1
-            if uncleared == CLEAR_EVERY:
-                uncleared = 0
-                session.settle()
-                mx.clear_cache()
         self.pieces.append(self.text.finish())
 
     def _reached_first(self) -> None:

@@ -143,7 +143,7 @@ class Workshop:
     def evict(self, nbytes: int | None) -> int:
         """Give up bytes, from the largest cache first."""
         freed = 0
-        caches = sorted(self._caches.values(), key=lambda c: -c.live_bytes() - c.stored_bytes())
+        caches = sorted(self._caches.values(), key=lambda c: -c.nbytes())
         for cache in caches:
             if nbytes is None or freed < nbytes:
                 freed += cache.evict(None if nbytes is None else nbytes - freed)

@@ -287,11 +287,12 @@ def _read(source: sources.Source) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def cache_layers(model: Any) -> tuple[tuple[str, int], ...]:
-    """(kind, count) of a model's leaf caches: "rows" can be cut anywhere, "state" nowhere."""
-    from mlx_lm.models.cache import KVCache, make_prompt_cache
+    """(kind, count) of a model's leaf caches."""
+    from mlx_lm.models.cache import make_prompt_cache
 
-    kinds = ["rows" if type(c) is KVCache else "state" for c in make_prompt_cache(model)]
-    return tuple((kind, kinds.count(kind)) for kind in ("rows", "state") if kind in kinds)
+    from mlx_jupyter.cache.layers import Leaves
+
+    return Leaves.of(make_prompt_cache(model)).counts
 
 
 def warm_up(model: Any) -> None:

@@ -1,0 +1,173 @@
+"""The live cache: what the model itself reads and writes, and the ids that it holds."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.pages import Page, Stacks, Strip, group, stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mlx_jupyter.cache.needs import Span
+
+
+class Live:
+    """See the module.
+
+    Args:
+        make: makes an empty mlx-lm cache for the model.
+
+    Attributes:
+        layers: what the model is given as its cache.
+        leaves: the adapters of its leaf caches.
+        ids: the tokens that were fed to it.
+        windowed: up to where its window rows have been stored.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make = make
+        self._order: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Become empty."""
+        self.layers = self._make()
+        self.leaves = ly.Leaves.of(self.layers)
+        self.ids = array("i")
+        self.windowed = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens that it holds."""
+        return len(self.ids)
+
+    def id_array(self) -> np.ndarray:
+        """The ids, int32, a copy."""
+        return np.array(self.ids, np.int32)
+
+    def nbytes(self) -> int:
+        """Bytes of its buffers, spare rows included."""
+        return ly.nbytes(self.layers)
+
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows over all full layers; 0 before the first token."""
+        return sum(
+            sum(a.nbytes for a in layer.arrays) // layer.capacity
+            for layer in self.leaves.rows
+            if layer.capacity
+        )
+
+    # --- like layers together ----------------------------------------------------------------
+
+    def learn_order(self) -> None:
+        """Once there is content: the order of the layers in which like ones stand together."""
+        if self._order is not None or not self.offset:
+            return
+        rows = [(i, layer.rows(0, 1)) for i, layer in enumerate(self.leaves.rows)]
+        last = self.offset - 1
+        windows = [(i, w.rows(last, last + 1)) for i, w in enumerate(self.leaves.windows)]
+        self._order = _grouped(rows), _grouped(windows)
+
+    def full_layers(self) -> list[ly.RowsLayer]:
+        """The layers whose rows make up pages, in the order of the stacks."""
+        assert self._order is not None
+        return [self.leaves.rows[i] for i in self._order[0]]
+
+    def window_layers(self) -> list[ly.WindowLayer]:
+        """The layers whose rows make up strips, in the order of the stacks."""
+        assert self._order is not None
+        return [self.leaves.windows[i] for i in self._order[1]]
+
+    def window_rows(self, start: int, end: int) -> Stacks:
+        """The window layers' rows ``[start, end)``, stacked and compact."""
+        return stack(self.window_layers(), start, end)
+
+    # --- moving ------------------------------------------------------------------------------
+
+    def rewind(self, keep: int) -> None:
+        """Cut the full layers to ``keep`` tokens; windows and states are the caller's to set."""
+        for layer in self.leaves.rows:
+            layer.rewind(keep)
+        del self.ids[keep:]
+
+    def read_in(self, pages: Sequence[Page], ids: np.ndarray, total: int) -> None:
+        """Append stored rows to the full layers.
+
+        Args:
+            pages: consecutive; they cover the positions of ``ids``, maybe more at either end.
+            ids: the tokens to append.
+            total: rows to have room for.
+        """
+        start, end = self.offset, self.offset + len(ids)
+        parts = [list(page.layer_rows(start, end)) for page in pages]
+        for layer, pieces in zip(self.full_layers(), zip(*parts, strict=True), strict=True):
+            layer.append(pieces, total)
+        self.ids.extend(ids.tolist())
+
+    def set_windows(self, at: int, strips: Sequence[Strip]) -> None:
+        """Put the window layers to position ``at``, from strips that cover what each needs."""
+        self.windowed = at
+        if not self.leaves.windows:
+            return
+        if not at:
+            for layer in self.leaves.windows:
+                layer.restore(0, ())
+            return
+        for place, layer in enumerate(self.window_layers()):
+            layer.restore(
+                at, [r for span in layer.window.needs(at) for r in _rows_of(strips, span, place)]
+            )
+
+    def set_states(self, states: Sequence[Any]) -> None:
+        """Put the state layers to a snapshot, or to their beginning when there is none."""
+        if not self.leaves.states:
+            return
+        source = states or [leaf.cache for leaf in ly.Leaves.of(self._make()).states]
+        for layer, twin in zip(self.leaves.states, source, strict=True):
+            layer.restore(twin)
+
+    def reserve(self, total: int) -> None:
+        """Give every full layer room for ``total`` rows, layer by layer."""
+        for layer in self.leaves.rows:
+            layer.reserve(total)
+
+    def fit(self, total: int) -> None:
+        """Give back room for more than twice ``total`` rows: a short prompt after a long one."""
+        for layer in self.leaves.rows:
+            if layer.arrays and layer.capacity > 2 * total:
+                layer.resize(max(total, layer.offset))
+
+    def shrink(self) -> None:
+        """Give all spare room back."""
+        for layer in self.leaves.rows:
+            if layer.arrays:
+                layer.resize(layer.offset)
+
+    def evaluate(self) -> None:
+        """Wait for everything that was dispatched."""
+        mx.eval(ly.arrays_in(self.layers))
+
+    def mend_rows(self) -> bool:
+        """After a failure: cut the full layers to the recorded ids; False if one is short."""
+        if any(layer.offset < self.offset for layer in self.leaves.rows):
+            return False
+        for layer in self.leaves.rows:
+            layer.rewind(self.offset)
+        return True
+
+
+def _grouped(rows: list[tuple[int, ly.Rows]]) -> tuple[int, ...]:
+    return tuple(i for members in group(rows).values() for i, _ in members)
+
+
+def _rows_of(strips: Sequence[Strip], span: Span, place: int) -> list[ly.Rows]:
+    """The rows of the layer at ``place`` of the stacks within ``span``."""
+    start, end = span
+    inside = [s for s in strips if s.start < end and s.end > start]
+    return [list(s.layer_rows(start, end))[place] for s in inside]
