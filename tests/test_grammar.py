@@ -2,7 +2,6 @@
 
 import pytest
 
-from mlx_jupyter.errors import BadRequest
 from mlx_jupyter.notebook import options
 from mlx_jupyter.notebook.commands import (
     Ask,
@@ -192,12 +191,6 @@ def test_filled_says_what_a_number_needs():
 def test_literal_fills_nothing():
     ask = Ask("{{x}}", literal=True)
     assert ask.filled(lambda _: "no") == ask
-
-
-def test_ranges_are_the_requests_own():
-    with pytest.raises(BadRequest, match="top_p"):
-        parse_line("--top-p 2 x").options()
-    assert parse_line("-t 0 --max 3 x").options().max_tokens == 3
 
 
 def test_help_is_generated_from_the_parser():

@@ -13,7 +13,10 @@ from IPython.core.interactiveshell import InteractiveShell
 import mlx_jupyter
 from fakes import FakeModel, fake_engine
 from mlx_jupyter import runtime
-from mlx_jupyter.errors import Cancelled
+from mlx_jupyter.engine.request import Failed, Loaded, Loading, Request, Ticket
+from mlx_jupyter.errors import BadModel, Cancelled
+from mlx_jupyter.models.info import ModelInfo
+from mlx_jupyter.notebook.display import Terminal
 
 HANG = 60  # seconds; nothing here takes one of them unless it hangs
 
@@ -366,6 +369,86 @@ def test_interrupted_without_a_variable_is_in_underscore(fails, notes, shell):
     assert shell.user_ns["_"].finish == "cancelled"
 
 
+def test_an_interrupt_after_the_last_token_still_stops_the_queue(shell, engine, monkeypatch):
+    """The answer is whole, and Run All stops."""
+    submit = engine.submit
+
+    def finished(request):
+        ticket = submit(request)
+        assert ticket.wait(HANG)
+        signal.raise_signal(signal.SIGINT)
+        return ticket
+
+    monkeypatch.setattr(engine, "submit", finished)
+    result = shell.run_cell("%llm -o r --max 3 hello", store_history=True)
+    assert isinstance(result.error_in_exec, Cancelled)
+    assert str(result.error_in_exec) == "Interrupted; the answer was complete already."
+    assert shell.user_ns["r"].finish == "length"
+
+
+INFO = ModelInfo("m", "/m", "llama", 10, 20, "float32", 100, "the model", (("rows", 1),), 8)
+
+
+class Loader:
+    """An engine that only loads: the events of a load, by hand."""
+
+    def __init__(self, *events):
+        self.ticket = Ticket(Request(model="m"))
+        for event in events:
+            self.ticket.emit(event)
+
+    def submit_load(self, name):
+        return self.ticket
+
+
+@pytest.fixture
+def loader(shell, engine):
+    def loader(*events):
+        made = Loader(*events)
+        runtime.set_engine(made)
+        return made
+
+    yield loader
+    runtime.set_engine(engine)
+
+
+def test_load_shows_progress_and_gives_the_model(shell, loader, capsys):
+    loader(Loading("Fetching m", 1, 4), Loading("Fetching m", 4, 4), Loaded(INFO))
+    assert shell.run_cell("%llm load m", store_history=True).success
+    assert capsys.readouterr().out == (
+        "Fetching m…\nm is loaded: llama, float32, 20 B; context 100 tokens.\n"
+    )
+    assert shell.user_ns["_"] is INFO
+
+
+def test_a_failed_load_is_one_line(fails, loader):
+    loader(Loading("Fetching m", 1, 4), Failed(BadModel("m.gguf", "it is cut off")))
+    _, printed = fails("%llm load m")
+    assert printed == "Fetching m…\nBadModel: m.gguf: it is cut off\n"
+
+
+def test_an_interrupted_load(fails, loader, monkeypatch):
+    ticket = loader(Loading("Fetching m", 1, 4)).ticket
+    monkeypatch.setattr(Terminal, "show", lambda self, events: press())
+    error, printed = fails("%llm load m")
+    assert isinstance(error, Cancelled)
+    assert printed == "Interrupted; m is not loaded.\n"
+    assert ticket.cancelled
+    ticket.emit(Failed(BadModel("m", "cancelled")))  # the reader ends
+
+
+def test_from_a_thread_of_the_users(shell, engine):
+    answers = []
+
+    def work():
+        answers.append(shell.run_line_magic("llm", "--view none --max 3 hello"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(HANG)
+    assert answers[0].usage.generated == 3
+
+
 # ------------------------------------------------------------------------------------------ config
 
 
@@ -405,6 +488,21 @@ def test_a_broken_project_file(run, shell, tmp_path, capsys):
     (tmp_path / "pyproject.toml").write_text("[tool.mlx-jupyter\n")
     run("%reload_ext mlx_jupyter")
     assert "pyproject.toml can't be read" in capsys.readouterr().err
+
+
+def test_engine_settings_say_when_they_come_too_late(run, capsys):
+    run("%config LLMMagics.context = 100")
+    assert "context holds for the next engine" in capsys.readouterr().err
+
+
+def test_engine_settings_are_kept_for_the_first_use(shell, monkeypatch, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.mlx-jupyter]\ncache-bytes = 1000\n")
+    made = []
+    monkeypatch.setattr(runtime, "_engine", None)
+    monkeypatch.setattr(runtime, "_make", lambda settings: made.append(dict(settings)))
+    shell.run_cell("%reload_ext mlx_jupyter\n%config LLMMagics.context = 100")
+    shell.magics_manager.registry["LLMMagics"]._engine()
+    assert made == [{"cache_bytes": 1000, "context": 100}]
 
 
 def test_config_refuses_what_is_out_of_range(shell, caplog):
@@ -474,6 +572,7 @@ COMPLETIONS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize(("line", "wanted"), COMPLETIONS)
 def test_completion(run, shell, line, wanted):
     run("%llm @chat --max 1 hello")

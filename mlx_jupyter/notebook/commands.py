@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from mlx_jupyter.engine.request import Options
 from mlx_jupyter.errors import LLMError
 
 if TYPE_CHECKING:
@@ -88,14 +87,6 @@ class Ask:
                 except ValueError as error:
                     raise CommandError(f"{name} takes {KINDS[convert]}, not {text!r}.") from error
         return replace(self, **changes)
-
-    def options(self) -> Options:
-        """The sampling options, checked.
-
-        Raises:
-            BadRequest: a value is out of range.
-        """
-        return Options.of(**{f.name: getattr(self, f.name) for f in fields(Options)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Completer:
         typed = "" if not words or text[-1].isspace() else words.pop()
         previous = words[-1] if words else ""
         at = "" if cut_at else "@"
-        known = self._values(previous, at)
+        known = self._values(previous, at, first=len(words) == 1)
         if known is not None:
             return known
         if typed.startswith("-"):
@@ -68,20 +68,22 @@ class Completer:
             found = [*options.SUBCOMMANDS, *found]
         return found
 
-    def _values(self, previous: str, at: str) -> list[str] | None:
+    def _values(self, previous: str, at: str, *, first: bool) -> list[str] | None:
         """Values of the option or subcommand before the cursor; None when it takes none."""
         match previous:
-            case "-m" | "--model" | "load" | "unload":
+            case "-m" | "--model":
                 return list(self._models())
             case "--from":
                 return list(self._branches())
-            case "log" | "drop":
-                return [at + b for b in self._branches()]
             case "-o" | "--output":
                 return [v for v in self._variables() if not v.startswith("_")]
             case "--view":
                 return list(VIEWS)
-            case "help":
+            case "load" | "unload" if first:
+                return list(self._models())
+            case "log" | "drop" if first:
+                return [at + b for b in self._branches()]
+            case "help" if first:
                 return [*options.TOPICS, *options.SUBCOMMANDS]
         return [] if previous in options.spellings(valued=True) else None
 

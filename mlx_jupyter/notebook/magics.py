@@ -7,6 +7,7 @@ request and keeping its answer can be torn apart, and the prompt is back at once
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from IPython.core.magic import (
     needs_local_scope,
     no_var_expand,
 )
+from traitlets import observe
 
 from mlx_jupyter import runtime
 from mlx_jupyter.engine.request import Failed, Loaded, Loading
@@ -78,6 +80,14 @@ class LLMMagics(config.Settings, Magics):
         self._speeds: dict[str, tuple[int, float]] = {}  # model → (tokens, tokens a second)
         runtime.watch(self._chat.attach)
         self.completer = Completer(self._chat.names, _model_names, lambda: list(shell.user_ns))
+
+    @observe(*config.ENGINE)
+    def _too_late(self, change: Any) -> None:
+        if runtime.current() is not None:
+            print(  # noqa: T201 - to the user, in answer to %config
+                f"{change.name} holds for the next engine: restart the kernel to use it.",
+                file=sys.stderr,
+            )
 
     # --- entrances ---------------------------------------------------------------------------
 
@@ -199,7 +209,10 @@ class LLMMagics(config.Settings, Magics):
         if interrupts.count:
             if ask.output is None:
                 self._remember(answer)
-            raise Cancelled(answer)
+            error = Cancelled(answer)
+            if answer.finish != "cancelled":
+                error.args = ("Interrupted; the answer was complete already.",)
+            raise error
         return Outcome(answer, shown=True, kept=ask.output is not None)
 
     def _finish(self, ticket: Ticket, screen: Screen, exchange: Exchange) -> Answer:
@@ -254,15 +267,16 @@ class LLMMagics(config.Settings, Magics):
         if isinstance(outcome, Failed):
             raise outcome.error
         if interrupts.count or not isinstance(outcome, Loaded):
-            raise Cancelled(ticket.settle(SETTLE))
+            error = Cancelled(ticket.settle(SETTLE))
+            done = isinstance(outcome, Loaded)
+            error.args = (f"Interrupted; {name} is{'' if done else ' not'} loaded.",)
+            raise error
         return Outcome(outcome.info, shown=True)
 
 
 def _one_line(error: LLMError | Cancelled) -> LLMError | Cancelled:
     """The error with a rendering of one line instead of a traceback."""
     text = plain(" ".join(str(error).split()))
-    if isinstance(error, Cancelled) and error.answer.finish != "cancelled":
-        text = "Interrupted; the answer was complete already."
     line = text if isinstance(error, Cancelled) else f"{type(error).__name__}: {text}"
     error.__dict__["_render_traceback_"] = lambda: [line]
     return error
