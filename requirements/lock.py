@@ -1,8 +1,8 @@
 """Write the lock file from pip's own resolution, read as JSON on standard input.
 
-``./run lock`` feeds it with ``pip install --dry-run --ignore-installed --report -``, so the
+``./run lock`` feeds it with the report of ``pip install --dry-run --ignore-installed``, so the
 versions are those that pip and the user's own pip configuration choose; only names and versions
-are kept, never where they came from.
+are kept, never where they came from. The argument is the oldest Python that they are for.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import re
 import sys
 
 HEADER = """\
-# Exact versions for CI and for a reproducible checkout: Linux, CPython {python}.
+# Exact versions for CI and for a reproducible checkout: Linux, CPython {python} or a later 3.11.
 # Made by `./run lock`, used by `./run` as pip constraints; don't edit.
 """
 
 
-def lock(report: dict[str, object], own: str = "mlx-jupyter") -> str:
+def lock(report: dict[str, object], python: str, own: str = "mlx-jupyter") -> str:
     """The lock file's text for a pip installation report."""
     pinned = set()
     for item in report["install"]:  # type: ignore[attr-defined]
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
         if name != own:
             pinned.add(f"{name}=={item['metadata']['version']}")
-    python = ".".join(map(str, sys.version_info[:2]))
     return HEADER.format(python=python) + "".join(f"{line}\n" for line in sorted(pinned))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(lock(json.load(sys.stdin)))
+    sys.stdout.write(lock(json.load(sys.stdin), sys.argv[1]))
