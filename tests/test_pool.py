@@ -357,14 +357,14 @@ def test_prefill_chunks_depend_on_backend_and_size_only():
     assert chunks["cuda"] == [2048] * 4
 
 
-def test_nested_caches_count_as_one_state():
+def test_nested_caches_count_by_their_leaves():
     from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
     class Mixed(nn.Module):
         def make_cache(self):
             return [CacheList(KVCache(), ArraysCache(2)), QuantizedKVCache(), KVCache()]
 
-    assert cache_layers(Mixed()) == (("rows", 1), ("state", 2))
+    assert cache_layers(Mixed()) == (("rows", 3), ("state", 1))
 
 
 # --- memory ----------------------------------------------------------------------------------
