@@ -1,7 +1,7 @@
 """The kernel's engine: one per process, made on first use.
 
 It lives in this module and not in the extension, so that it outlives ``%unload_ext`` and
-``%reload_ext``. It ends with the process, or when it is closed.
+``%reload_ext``. It ends with the process, or when it is closed; then the next use makes another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def engine() -> Engine:
     """The kernel's engine, made on first use with what ``configure`` was given."""
     global _engine
     with _lock:
-        if _engine is None:
+        if _engine is None or _engine.status().closed:
             _engine = _make(_settings)
             _announce()
         return _engine

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -246,6 +247,23 @@ def test_cell_help(run):
     assert "--top-p P" in repr(run("%%llm -h\n"))
 
 
+def test_question_mark_shows_the_generated_help(run, capsys):
+    """Case 38."""
+    run("%llm?")
+    printed = capsys.readouterr().out
+    assert "%llm load NAME" in printed
+    assert "--top-p P" in printed
+
+
+def test_raw_and_model(run, shell):
+    run("%llm --raw --max 2 -o r abc<|im_end|>")
+    answer = shell.user_ns["r"]
+    assert answer.messages == ()
+    assert len(answer.prompt_ids) == 4
+    run(f"%llm -m {answer.model} --max 2 -o q hello")
+    assert shell.user_ns["q"].model == answer.model
+
+
 def test_tree(run):
     run("%llm --max 3 hello")
     report = run("%llm tree")
@@ -386,6 +404,20 @@ def test_an_interrupt_after_the_last_token_still_stops_the_queue(shell, engine, 
     assert shell.user_ns["r"].finish == "length"
 
 
+def test_a_display_that_fails_does_not_leave_the_request_running(fails, engine, monkeypatch):
+    tickets = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda r: tickets.append(submit(r)) or tickets[-1])
+
+    def broken(self, events):
+        raise OSError("the pipe is gone")
+
+    monkeypatch.setattr(Terminal, "show", broken)
+    error, _ = fails("%llm --max 3000 hello")
+    assert isinstance(error, OSError)
+    assert tickets[0].result(HANG).finish == "cancelled"
+
+
 INFO = ModelInfo("m", "/m", "llama", 10, 20, "float32", 100, "the model", (("rows", 1),), 8)
 
 
@@ -399,6 +431,9 @@ class Loader:
 
     def submit_load(self, name):
         return self.ticket
+
+    def status(self):
+        return SimpleNamespace(closed=False)
 
 
 @pytest.fixture
@@ -631,6 +666,13 @@ def test_no_backend_says_what_to_install():
     assert "pip install" in told
     assert "Traceback" not in told
     assert told.count("\n") == 1
+
+
+def test_a_closed_engine_is_followed_by_a_new_one(monkeypatch):
+    closed = SimpleNamespace(status=lambda: SimpleNamespace(closed=True))
+    monkeypatch.setattr(runtime, "_engine", closed)
+    monkeypatch.setattr(runtime, "_make", lambda settings: "new")
+    assert runtime.engine() == "new"
 
 
 def test_public_engine_is_the_runtimes(engine):

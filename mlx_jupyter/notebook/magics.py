@@ -99,8 +99,7 @@ class LLMMagics(config.Settings, Magics):
     ) -> Any:
         """Ask the model.
 
-        ``%llm prompt`` on a line, or ``%%llm`` with the prompt on the lines below. ``%llm help``
-        shows the options, the subcommands and more.
+        ``%llm prompt`` on a line, or ``%%llm`` with the prompt on the lines below.
         """
         return self._guarded(line, cell, local_ns).value
 
@@ -201,8 +200,7 @@ class LLMMagics(config.Settings, Magics):
             if ahead > 0:
                 noun = "request" if ahead == 1 else "requests"
                 screen.show([Loading(f"Waiting for {ahead} {noun} ahead")])
-            for batch in interrupts.follow(ticket):
-                screen.show(batch)
+            _show(ticket, interrupts, screen)
             answer = self._finish(ticket, screen, exchange)
             if ask.output is not None:
                 self.shell.user_ns[ask.output] = answer
@@ -251,8 +249,7 @@ class LLMMagics(config.Settings, Magics):
         screen = screen_for(self.shell, "text")
         with Interrupts() as interrupts:
             ticket = engine.submit_load(name)
-            for batch in interrupts.follow(ticket):
-                screen.show(batch)
+            _show(ticket, interrupts, screen)
             outcome = ticket.outcome
             if isinstance(outcome, Loaded):
                 info = outcome.info
@@ -272,6 +269,21 @@ class LLMMagics(config.Settings, Magics):
             error.args = (f"Interrupted; {name} is{'' if done else ' not'} loaded.",)
             raise error
         return Outcome(outcome.info, shown=True)
+
+
+LLMMagics.llm.__doc__ = "\n\n".join(
+    [str(LLMMagics.llm.__doc__), options.help_text(), options.help_text("options")]
+)
+
+
+def _show(ticket: Ticket, interrupts: Interrupts, screen: Screen) -> None:
+    """Show the ticket's events until its end or an interrupt; nothing runs on unseen."""
+    try:
+        for batch in interrupts.follow(ticket):
+            screen.show(batch)
+    except BaseException:
+        ticket.cancel()
+        raise
 
 
 def _one_line(error: LLMError | Cancelled) -> LLMError | Cancelled:
