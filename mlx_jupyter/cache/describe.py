@@ -31,8 +31,9 @@ def describe(cache: PrefixCache, active: set[int]) -> TreeView:
         stored_bytes=cache.stored_bytes(),
         budget=cache.budget,
         page_size=PAGE,
-        clock=cache.clock,
+        clock=cache.requests,
         needs=cache.needs,
+        rates=cache.rates,
         layers=cache.live.leaves.counts,
         version=cache.version,
     )
@@ -62,9 +63,10 @@ def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView
 
 @dataclass(slots=True)
 class _Below:
-    """What lies at or below a node: the deepest owner's and mark's offsets (0: none)."""
+    """What lies at or below a node: the deepest owner's, pin's and mark's offsets (0: none)."""
 
     owner: int
+    pin: int
     mark: int
 
 
@@ -90,7 +92,7 @@ def items(
         The items, and what each key stands for.
     """
     order = list(cache.trie.nodes())
-    below = _below(order)
+    below = _below(order, cache.pins)
     described: list[Item] = []
     things: dict[int, tuple[_Thing, _Node]] = {}
     above: dict[int, _Above] = {cache.trie.root.id: _Above()}
@@ -124,7 +126,7 @@ def items(
                         here.page,
                         useless=here.broken or (stateful and under.mark <= page.start),
                         reachable=under.owner > page.start,
-                        pinned=id(page) in cache.needed,
+                        pinned=id(page) in cache.needed or under.pin > page.start,
                     ),
                 )
                 here.page = key
@@ -141,7 +143,7 @@ def items(
                     strip.last_used,
                     useless=over.broken or breaks < strip.end,
                     reachable=under.owner >= strip.end,
-                    pinned=id(strip) in cache.needed,
+                    pinned=id(strip) in cache.needed or under.pin >= strip.end,
                 ),
             )
         for at, mark in sorted(node.marks.items()):
@@ -158,19 +160,23 @@ def items(
                         mark.last_used,
                         useless=over.broken or breaks < at,
                         reachable=under.owner >= at,
-                        pinned=id(mark) in cache.needed,
+                        pinned=id(mark) in cache.needed or under.pin >= at,
                     ),
                 )
             here.mark = at
     return described, things
 
 
-def _below(order: list[_Node]) -> dict[int, _Below]:
+def _below(order: list[_Node], pins: set[str]) -> dict[int, _Below]:
     result: dict[int, _Below] = {}
     for node in reversed(order):
         children = [result[c.id] for c in node.children.values()]
         result[node.id] = _Below(
             max([*node.owners.values(), *(c.owner for c in children)], default=0),
+            max(
+                [*(at for o, at in node.owners.items() if o in pins), *(c.pin for c in children)],
+                default=0,
+            ),
             max([*node.marks, *(c.mark for c in children)], default=0),
         )
     return result

@@ -77,11 +77,9 @@ class RowsLayer:
         return cut(self.arrays, start, end)
 
     def rewind(self, at: int) -> None:
-        """Forget the rows from ``at`` on; they stay in the buffer until they are overwritten."""
+        """Forget the rows from ``at`` on; the buffer stays, for those that come next."""
         assert at <= self.offset, (at, self.offset)
         self.cache.offset = at
-        if at == 0:
-            self.cache.keys = self.cache.values = None
 
     def resize(self, total: int) -> None:
         """Move the rows into buffers of ``total`` rows."""
@@ -95,22 +93,25 @@ class RowsLayer:
             self.resize(total)
 
     def append(self, parts: Sequence[Rows], total: int) -> None:
-        """Put stored rows behind those that are there; evaluated, in buffers of ``total`` rows.
+        """Put stored rows behind those that are there, in buffers of ``total`` rows, lazily.
 
-        In place when they fit, else by one copy into a new buffer of its own: one concatenation a
-        layer is the fastest on CPU, and views of one big array would all be copied by the first
-        append.
+        In place when they fit, piece by piece: one copy, and no new memory to map. Else by one
+        concatenation into a new buffer of its own: views of one big array for all layers would be
+        copied whole by the first append.
         """
         end = self.offset + sum(int(p[0].shape[-2]) for p in parts)
         if self.capacity >= max(end, total):
-            for buffer, pieces in zip(self.arrays, zip(*parts, strict=True), strict=True):
-                buffer[..., self.offset : end, :] = _cat(pieces)
+            at = self.offset
+            for part in parts:
+                after = at + int(part[0].shape[-2])
+                for buffer, piece in zip(self.arrays, part, strict=True):
+                    buffer[..., at:after, :] = piece
+                at = after
         else:
             kept = [self.rows(0, self.offset)] if self.arrays and self.offset else []
             both = zip(*kept, *parts, strict=True)
             self._set(tuple(_joined(pieces, max(end, total)) for pieces in both))
         self.cache.offset = end
-        mx.eval(self.arrays)
 
 
 class ConcatenatedRows(RowsLayer):
@@ -121,6 +122,8 @@ class ConcatenatedRows(RowsLayer):
         super().rewind(at)
         if at:
             self._set(cut(self.arrays, 0, at))
+        else:
+            self.cache.keys = self.cache.values = None
 
     def resize(self, total: int) -> None:
         """Its arrays are always as long as the rows."""
@@ -228,10 +231,6 @@ class StateLayer:
         """Become what the snapshot is; it stays as it is (buffers are shared until written)."""
         self.cache.__dict__.clear()
         self.cache.__dict__.update(_mapped(twin, copy.copy).__dict__)
-
-
-def _cat(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-2)
 
 
 def _own(parts: Sequence[mx.array]) -> mx.array:

@@ -9,12 +9,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.cache import layers as ly
-from mlx_jupyter.cache.pages import Page, Stacks, Strip, group, stack
+from mlx_jupyter.cache.pages import Page, Stacks, Strip, group, joined_stacks, stack, unstack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mlx_jupyter.cache.needs import Span
+
+
+GROUP_BYTES = 256 << 20
+"""Bytes of layers that are restored together on a GPU."""
 
 
 class Live:
@@ -105,9 +109,21 @@ class Live:
             total: rows to have room for.
         """
         start, end = self.offset, self.offset + len(ids)
-        parts = [list(page.layer_rows(start, end)) for page in pages]
+        gpu = mx.default_device().type == mx.DeviceType.gpu
+        if gpu:
+            # Launches dominate: few large copies first, then one a layer.
+            parts = [list(unstack(joined_stacks(pages, start, end)))]
+        else:
+            parts = [list(page.layer_rows(start, end)) for page in pages]
+        waiting: list[mx.array] = []
         for layer, pieces in zip(self.full_layers(), zip(*parts, strict=True), strict=True):
             layer.append(pieces, total)
+            waiting.extend(layer.arrays)
+            # Evaluated in groups, so that the peak is one group and not the whole cache.
+            if not gpu or sum(a.nbytes for a in waiting) > GROUP_BYTES:
+                mx.eval(waiting)
+                waiting = []
+        mx.eval(waiting)
         self.ids.extend(ids.tolist())
 
     def set_windows(self, at: int, strips: Sequence[Strip]) -> None:

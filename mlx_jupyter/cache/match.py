@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_jupyter.cache.needs import Needs, Span, joined
-from mlx_jupyter.cache.plan import Cause, CauseCode, Plan
+from mlx_jupyter.cache.plan import Cause, CauseCode, Plan, Rates
 from mlx_jupyter.cache.trie import common_prefix
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
         if child is None:
             at_leaf = node is not root and not node.children
             break
-        known += common_prefix(child.tokens, ids[known:])
+        known += common_prefix(child.tokens, ids[known : child.end])
         if active(child):
             common = min(known, live)
         for page in child.pages:
@@ -100,8 +100,10 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
                 break
             broken = page.residence == "gone"
             held = held if broken else min(page.end, known)
-        windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
-        snapshots += [at for at in _offsets(child.marks) if at <= held]
+        if child.strips:
+            windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
+        if child.marks:
+            snapshots += [at for at in _offsets(child.marks) if at <= held]
         node = child
         if known < child.end:
             break
@@ -123,20 +125,31 @@ def _offsets(marks: Mapping[int, Any] | Iterable[Any]) -> list[int]:
     return [m.at for m in values if m.nbytes]
 
 
-def decide(found: Match, needs: Needs) -> Plan:
-    """The plan: the furthest position that every layer can be restored at.
+def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
+    """The plan: the cheapest of the positions that every layer can be restored at.
 
     One token at least is left to evaluate. Rows restore anywhere, windows where their rows are
-    stored, states only where a snapshot is; everything where the live cache stands now.
+    stored, states only where a snapshot is; everything where the live cache stands now. Cheapest
+    is the furthest, unless reading rows in costs more than computing them.
     """
+    rates = rates or Rates()
     furthest = min(found.held, found.prompt - 1)
     limit = needs.furthest(furthest, found.windows)
-    start = limit
+    places = {0}
     if needs.stateful:
-        places = [p for p in found.snapshots if p <= limit and needs.windows_held(p, found.windows)]
-        start = max(places, default=0)
-    if start < found.live == found.common <= furthest:
-        start = found.live
+        places |= {
+            p for p in found.snapshots if p <= limit and needs.windows_held(p, found.windows)
+        }
+    else:
+        places |= {limit, needs.furthest(min(found.common, furthest), found.windows)}
+    if found.live == found.common <= furthest:
+        places.add(found.live)
+
+    def cost(place: int) -> tuple[float, int]:
+        restored = place - min(found.common, place)
+        return rates.cost(restored, found.prompt - place), -place
+
+    start = min(places, key=cost)
     reused = min(found.common, start)
     return Plan(
         prompt=found.prompt,
@@ -151,7 +164,7 @@ def _why(found: Match, start: int, limit: int, furthest: int) -> tuple[Cause, ..
     """Reasons for every token from ``start`` on, in the order of their positions."""
     known = min(found.known, found.prompt - 1)
     steps: tuple[tuple[CauseCode, int, int, str], ...] = (
-        ("snapshot", start, limit, "the nearest snapshot is at token {:,}"),
+        ("snapshot", start, limit, "the nearest place to go on from is token {:,}"),
         ("window", limit, furthest, "sliding-window rows are kept up to token {:,}"),
         ("evicted", furthest, known, "given up to stay within the budget from token {:,}"),
     )

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """Positions ``[start, end)``."""
 
+MARK_EVERY = 1024
+"""Tokens between two periodic marks in decode; the finest spacing of the lattice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -96,3 +99,14 @@ def without(span: Span, held: Sequence[Span]) -> Iterator[Span]:
         at = max(at, b)
     if at < end:
         yield at, end
+
+
+def lattice(at: int, tip: int) -> bool:
+    """Whether the periodic mark at ``at`` stays when the path has grown to ``tip``.
+
+    The spacing doubles with every doubling of the distance from the tip. Each coarser lattice is
+    part of the finer ones, so that thinning never opens a hole wider than its own spacing.
+    """
+    step = MARK_EVERY
+    distance = max((tip - at) // step, 1)
+    return at % (step << (distance.bit_length() - 1)) == 0

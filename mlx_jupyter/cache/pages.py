@@ -181,6 +181,18 @@ def joined_pages(pages: Sequence[Page]) -> list[Page]:
     return result
 
 
+def joined_stacks(pages: Sequence[Page], start: int, end: int) -> Stacks:
+    """The rows ``[start, end)`` of consecutive pages in one stack a group, lazily."""
+    cuts = [
+        [ly.cut(s, max(start, p.start) - p.start, min(end, p.end) - p.start) for s in p.stacks]
+        for p in pages
+    ]
+    return tuple(
+        tuple(mx.concatenate(list(arrays), axis=-2) for arrays in zip(*group, strict=True))
+        for group in zip(*cuts, strict=True)
+    )
+
+
 @dataclass(slots=True)
 class Mark:
     """A place to come back to; for state layers, their content there.

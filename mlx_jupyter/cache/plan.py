@@ -38,6 +38,36 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """What things cost here, as measured; seconds a token, 0 where nothing was measured yet.
+
+    Attributes:
+        prefill: computing a prompt token.
+        restore: reading a token's rows in from pages.
+    """
+
+    prefill: float = 0.0
+    restore: float = 0.0
+
+    def cost(self, restored: int, recomputed: int) -> float:
+        """Seconds that a plan takes; without measurements every recomputed token counts."""
+        if not self.prefill:
+            return float(recomputed)
+        return self.restore * restored + self.prefill * recomputed
+
+    def seen(self, *, prefill: float = 0.0, restore: float = 0.0) -> Rates:
+        """With one more measurement of either, in seconds a token."""
+        return Rates(_smoothed(self.prefill, prefill), _smoothed(self.restore, restore))
+
+
+def _smoothed(old: float, new: float) -> float:
+    """An exponential average with weight 1/4 for the new value."""
+    if not new:
+        return old
+    return new if not old else 0.75 * old + 0.25 * new
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How a prompt of ``reused + restored + recomputed`` tokens will be served.
 

@@ -15,6 +15,7 @@ lets the pipeline run, and records what was really computed.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -24,15 +25,16 @@ from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import describe, items
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
-from mlx_jupyter.cache.needs import Span, joined, without
+from mlx_jupyter.cache.needs import Span, joined, lattice, without
 from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, joined_pages
+from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.trie import PAGE, Node, Trie
+from mlx_jupyter.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.cache.view import MarkKind, TreeView
 
 log = logging.getLogger(__name__)
@@ -51,15 +53,26 @@ class PrefixCache:
         make: makes an empty mlx-lm cache for the model.
         budget: bytes that live cache, pages and snapshots may take together.
         name: the model's short name, for descriptions.
+        clock: monotonic seconds, for what restoring costs.
     """
 
-    def __init__(self, make: Callable[[], list[Any]], *, budget: int, name: str = "") -> None:
+    def __init__(
+        self,
+        make: Callable[[], list[Any]],
+        *,
+        budget: int,
+        name: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.budget = budget
         self.name = name
+        self.now = clock
+        self.rates = Rates()
+        self.pins: set[str] = set()
         self.live = Live(make)
         self.needs = self.live.leaves.needs
         self.trie = self._empty_trie()
-        self.clock = 0
+        self.requests = 0
         self.version = 0
         self.needed: set[int] = set()
         self._tip: Mark | None = None
@@ -77,7 +90,7 @@ class PrefixCache:
 
     def plan(self, ids: np.ndarray) -> Plan:
         """How a prompt would be served now."""
-        return decide(self.match(ids), self.needs)
+        return decide(self.match(ids), self.needs, self.rates)
 
     def path_to(self, ids: np.ndarray) -> list[PathNode]:
         """The nodes along the longest known prefix of ``ids``."""
@@ -118,7 +131,7 @@ class PrefixCache:
             marks: (offset, kind) where a conversation will come back to.
             owner: the cell or branch that keeps the result reachable.
         """
-        self.clock += 1
+        self.requests += 1
         return Session(self, np.asarray(ids, np.int32), room=room, marks=marks, owner=owner)
 
     def vacate(self, keep: int) -> None:
@@ -166,15 +179,15 @@ class PrefixCache:
             self.trie.split_pages(node, offset)
         for step in path:
             step.uses += 1
-            step.last_used = self.clock
+            step.last_used = self.requests
             for page in step.pages:
                 if page.end <= offset:
                     page.now_live()
-                    page.last_used = self.clock
+                    page.last_used = self.requests
             step.pages = joined_pages(step.pages)
         self._store_windows(path)
         if mark or tip:
-            self._mark(node, offset, mark or tip or "tip", copy=mark is not None)
+            self._mark(node, offset, mark or tip or "answer", copy=mark is not None)
         if owner is not None:
             self.release(owner)
             node.owners[owner] = offset
@@ -183,9 +196,9 @@ class PrefixCache:
     def _mark(self, node: PathNode, at: int, kind: MarkKind, *, copy: bool) -> None:
         present = node.marks.get(at)
         if present is not None and (present.states or not self.needs.stateful):
-            present.last_used = self.clock
+            present.last_used = self.requests
             return
-        made = node.marks[at] = Mark(at, kind, last_used=self.clock)
+        made = node.marks[at] = Mark(at, kind, last_used=self.requests)
         if self.needs.stateful and copy:
             made.take(self.live.leaves.states)
             self._tally.nbytes += made.nbytes
@@ -205,19 +218,24 @@ class PrefixCache:
                 for start, end in _by_page(a, b):
                     strip = Strip(start, end, self._tally)
                     strip.hold(live.window_rows(start, end))
-                    strip.last_used = self.clock
+                    strip.last_used = self.requests
                     node.strips.append(strip)
             node.strips.sort(key=lambda s: s.start)
         live.windowed = live.offset
 
     def thin(self, since: int) -> None:
-        """Give up window rows of the live path that no place to come back to needs.
+        """Give up what lies between the places of the live path that are worth coming back to.
 
-        Kept are those of the latest turn (from ``since`` on) and those that each mark needs.
+        Periodic marks thin out with their distance from the tip; window rows are kept for the
+        latest turn (from ``since`` on) and where a mark needs them.
         """
-        if not self.needs.windows:
+        if not self.needs.windows and not self.needs.stateful:
             return
         path = self._live_path()
+        for node in path:
+            for mark in list(node.marks.values()):
+                if mark.kind == "periodic" and not lattice(mark.at, self.live.offset):
+                    self._drop_mark(node, mark)
         places = [*(at for n in path for at in n.marks), self.live.offset, since]
         kept = joined([*(s for at in places for s in self.needs.spans(at)), (since, 1 << 62)])
         for node in path:
@@ -226,10 +244,25 @@ class PrefixCache:
                     strip.release()
                     node.strips.remove(strip)
 
+    def _drop_mark(self, node: PathNode, mark: Mark) -> None:
+        self._tally.nbytes -= node.marks.pop(mark.at).nbytes
+
     def release(self, owner: str) -> None:
         """The cell or branch doesn't need its path any more; it stays until room is needed."""
         for node in self.trie.nodes():
             node.owners.pop(owner, None)
+
+    def pin(self, owner: str) -> int:
+        """Keep an owner's path whatever happens; bytes outside the live cache that it holds."""
+        if not any(owner in node.owners for node in self.trie.nodes()):
+            raise BadRequest(f"Nothing is cached for {owner} yet, so there is nothing to pin.")
+        self.pins.add(owner)
+        node = next(n for n in self.trie.nodes() if owner in n.owners)
+        return sum(_own_bytes(n) for n in node.path())
+
+    def unpin(self, owner: str) -> None:
+        """Let retention judge an owner's path again."""
+        self.pins.discard(owner)
 
     def drop_live(self) -> None:
         """Forget the live cache and the rows that only it holds."""
@@ -268,7 +301,7 @@ class PrefixCache:
             return
         before = self.stored_bytes()
         described, things = items(self, leaving)
-        for key in retention.choose(described, need, self.clock):
+        for key in retention.choose(described, need, self.requests):
             thing, node = things[key]
             if isinstance(thing, Page):
                 thing.drop()
@@ -276,7 +309,7 @@ class PrefixCache:
                 thing.release()
                 node.strips.remove(thing)
             else:
-                self._tally.nbytes -= node.marks.pop(thing.at).nbytes
+                self._drop_mark(node, thing)
         self._prune()
         log.debug("gave up %d bytes, %d were needed", before - self.stored_bytes(), need)
 

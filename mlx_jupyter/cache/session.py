@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Self
 
 from mlx_jupyter.cache.match import decide
+from mlx_jupyter.cache.needs import MARK_EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ PERIOD = 8192
 """Tokens between two periodic marks of a long prefill."""
 
 SETTLE = 256
-"""Tokens that decode makes between two settlings."""
+"""Decode settles at absolute multiples of this, and before a window loses rows."""
 
 
 class Session:
@@ -63,11 +64,12 @@ class Session:
         self._ids = ids
         self._total = -(-(len(ids) + room) // ROOM) * ROOM
         self._owner = owner
-        self.plan: Plan = decide(found, cache.needs)
+        self.plan: Plan = decide(found, cache.needs, cache.rates)
         self.start = self.plan.cached
         self.node: int | None = None
         self.cancelled = False
         self._cuts = self._places(marks, found.known)
+        self._settle_at = 0
 
     def _places(self, marks: Sequence[tuple[int, MarkKind]], known: int) -> dict[int, MarkKind]:
         """Where marks are set: offset → kind. Models of full layers alone need none."""
@@ -87,9 +89,9 @@ class Session:
         return self._cache.live.layers
 
     @property
-    def period(self) -> int:
-        """Tokens that may be decoded before ``settle`` has to be called."""
-        return min(SETTLE, self._cache.needs.period or SETTLE)
+    def due(self) -> bool:
+        """Whether decode has to settle before its next step."""
+        return self._cache.live.offset >= self._settle_at
 
     def next_cut(self, at: int) -> int:
         """The nearest position after ``at`` where prefill has to pause for a mark."""
@@ -116,7 +118,9 @@ class Session:
         if not in_place:
             live.rewind(keep)
             if keep < start:
+                began = cache.now()
                 live.read_in(pages, self._ids[keep:start], self._total)
+                cache.rates = cache.rates.seen(restore=(cache.now() - began) / (start - keep))
                 for page in pages:
                     if page.end <= start:
                         page.now_live()
@@ -140,9 +144,9 @@ class Session:
         ]
         mark = path[-1].marks.get(start)
         for strip in strips:
-            strip.last_used = cache.clock
+            strip.last_used = cache.requests
         if mark is not None:
-            mark.last_used = cache.clock
+            mark.last_used = cache.requests
         return pages, strips, mark
 
     def advance(self, ids: Sequence[int]) -> None:
@@ -153,12 +157,31 @@ class Session:
         """Evaluate what was dispatched; set a mark due, store window rows, keep the budget."""
         cache = self._cache
         cache.live.evaluate()
-        mark = self._cuts.get(cache.live.offset)
-        if mark or cache.needs.windows:
-            cache.record(mark=mark)
-            cache.thin(self.start)
+        at = cache.live.offset
+        mark = self._cuts.get(at)
+        if mark is None and at > len(self._ids) and at % MARK_EVERY == 0:
+            mark = "periodic"
+        self._keep(mark)
         cache.live.reserve(self._total)
         cache.enforce()
+
+    def mark(self, kind: MarkKind) -> None:
+        """Set a mark where the live cache stands now."""
+        self._cache.live.evaluate()
+        self._keep(kind)
+
+    def _keep(self, mark: MarkKind | None) -> None:
+        cache, at = self._cache, self._cache.live.offset
+        window = cache.needs.period or SETTLE
+        self._settle_at = min((at // SETTLE + 1) * SETTLE, at + window)
+        if cache.needs.windows or (mark and cache.needs.stateful):
+            cache.record(mark=mark)
+            cache.thin(self.start)
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long to prefill; a few tell nothing."""
+        if tokens >= 32:
+            self._cache.rates = self._cache.rates.seen(prefill=seconds / tokens)
 
     def __exit__(
         self,
@@ -167,20 +190,37 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         cache = self._cache
-        if not self._whole():
-            log.warning("the live cache was torn by an error and let go of; stored pages are kept")
-            recorded = cache.trie.match(cache.live.id_array())[1]
-            del cache.live.ids[recorded:]
-            cache.drop_live()
-        elif error is not None and (cache.needs.stateful or cache.needs.windows):
-            self._keep_rows()
-        else:
-            self.node = cache.record(
-                self._owner, tip="interrupt" if self.cancelled else "answer"
-            ).id
-            cache.thin(self.start)
+        try:
+            self._record(failed=error is not None)
+        except Exception:
+            # The answer is whole all the same; what couldn't be recorded is computed again.
+            log.warning("the live cache couldn't be recorded and was let go of", exc_info=True)
+            self._let_go()
         cache.enforce()
         cache.fit_live()
+
+    def _record(self, *, failed: bool) -> None:
+        cache = self._cache
+        if not self._whole():
+            log.warning("the live cache was torn by an error and let go of; stored pages are kept")
+            self._let_go()
+        elif failed and (cache.needs.stateful or cache.needs.windows):
+            # Windows or states may be ahead of the recorded offset: keep the rows and the marks.
+            cache.live.windowed = cache.live.offset  # what isn't stored by now can't be trusted
+            cache.record(self._owner)
+            cache.vacate(0)
+            cache.forget_live()
+        else:
+            tip: MarkKind = "interrupt" if self.cancelled else "answer"
+            self.node = cache.record(self._owner, tip=tip).id
+            cache.thin(self.start)
+
+    def _let_go(self) -> None:
+        """Forget the live cache; its rows are gone from the trie."""
+        cache = self._cache
+        recorded = cache.trie.match(cache.live.id_array())[1]
+        del cache.live.ids[recorded:]
+        cache.drop_live()
 
     def _whole(self) -> bool:
         """Bring the full layers to the recorded offset; False when that can't be done."""
@@ -191,11 +231,3 @@ class Session:
             log.debug("evaluating the live cache failed", exc_info=True)
             return False
         return live.mend_rows()
-
-    def _keep_rows(self) -> None:
-        """Windows or states may be ahead of the recorded offset: keep the rows and the marks."""
-        cache = self._cache
-        cache.live.windowed = cache.live.offset  # what isn't stored by now can't be trusted
-        cache.record(self._owner)
-        cache.vacate(0)
-        cache.forget_live()

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from mlx_jupyter.cache.needs import Needs
+from mlx_jupyter.cache.plan import Rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Residence = Literal["live", "device", "host", "disk", "gone"]
-MarkKind = Literal["system", "turn", "prompt", "answer", "branch", "periodic", "interrupt", "tip"]
+MarkKind = Literal[
+    "system", "turn", "prompt", "thinking", "answer", "branch", "periodic", "interrupt"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class TreeView:
         page_size: tokens in a full page.
         clock: the request counter, the unit of ``last_used``.
         needs: what restoring at a position takes besides full rows.
+        rates: what restoring and prefilling cost here.
         layers: how many leaf caches of each kind, such as ``(("rows", 30),)``.
         version: grows with every published change.
     """
@@ -131,6 +135,7 @@ class TreeView:
     page_size: int = 256
     clock: int = 0
     needs: Needs = field(default_factory=Needs)
+    rates: Rates = field(default_factory=Rates)
     layers: tuple[tuple[str, int], ...] = ()
     version: int = 0
 

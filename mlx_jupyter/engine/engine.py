@@ -250,7 +250,7 @@ class Engine:
         _, ids, _ = prompt_ids(self._shop, loaded, request)
         view = self._shop.published.trees.get(loaded.info.name) or TreeView()
         found = match(view.root, ids, view.live, lambda node: bool(node.active))
-        return decide(found, view.needs)
+        return decide(found, view.needs, view.rates)
 
     # --- looking -----------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Run:
         ends: ids of end tokens.
         clock: seconds, monotonic.
         submitted: when the caller submitted it.
+        think_end: ids that end the thinking; empty for models that don't think.
     """
 
     model: Any
@@ -58,6 +59,7 @@ class Run:
     clock: Callable[[], float]
     submitted: float
     started: float
+    think_end: tuple[int, ...] = ()
     pieces: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -110,27 +112,28 @@ class Run:
         self.computed += 1
         if wanted <= 0:
             mx.eval(token)
-            self._reached_first()
+            self._reached_first(session)
             self.finish = "length"
             return
-        unsettled = uncleared = 1
+        uncleared = 1
         while True:
             step = len(self.tokens)
             more = step + 1 < wanted and not self.ticket.cancelled
             if more:
-                if unsettled >= session.period:
+                if session.due:
                     session.settle()
-                    unsettled = 0
                 if uncleared >= CLEAR_EVERY:
                     mx.clear_cache()
                     uncleared = 0
-                unsettled, uncleared = unsettled + 1, uncleared + 1
+                uncleared += 1
                 following = self._step(session, token, step + 1)
             value = int(token.item())  # type: ignore[arg-type]
             if more:
                 session.advance([value])
+                if self._thought(value):
+                    session.mark("thinking")
             if step == 0:
-                self._reached_first()
+                self._reached_first(session)
             self._last = self.clock()
             if value in self.ends:
                 self.finish = "stop"
@@ -145,8 +148,15 @@ class Run:
             token, logprob = following
         self.pieces.append(self.text.finish())
 
-    def _reached_first(self) -> None:
+    def _thought(self, token: int) -> bool:
+        """Whether this token completes the end of the thinking."""
+        end = self.think_end
+        return bool(end) and token == end[-1] and (*self.tokens, token)[-len(end) :] == end
+
+    def _reached_first(self, session: Session) -> None:
         self._first = self.clock()
+        assert self._restored is not None
+        session.measured(self.computed, self._first - self._restored)
         self.ticket.emit(Prefill(len(self.ids), len(self.ids), self.cached))
 
     def _emit(self, token: int, logprob: float) -> None:

@@ -180,6 +180,7 @@ class Serve:
             clock=self.shop.clock,
             submitted=self.submitted,
             started=started,
+            think_end=tuple(getattr(tokenizer, "think_end_tokens", None) or ()),
         )
 
     def _made(self, run: Run, plan: Plan, node: int | None) -> Answer:

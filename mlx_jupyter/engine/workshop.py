@@ -109,6 +109,7 @@ class Workshop:
                 lambda: make_prompt_cache(loaded.model),
                 budget=memory.default_cache_bytes() if budget is None else budget,
                 name=loaded.info.name,
+                clock=self.clock,
             )
         self.publish(loaded)
 
