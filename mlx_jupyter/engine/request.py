@@ -7,11 +7,13 @@ consumed. The stream is unbounded, so a reader that went away can't hold up the 
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_jupyter.conversation.answer import Answer, Message
+from mlx_jupyter.engine.latch import Bell, Latch
 from mlx_jupyter.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -207,21 +209,25 @@ class Ticket:
         self.prompt_ids: tuple[int, ...] = ()
         self.model = request.model or ""
         self.seed = 0
-        self._cancel = threading.Event()
-        self._ended = threading.Event()
-        self._news = threading.Condition()
+        self._cancel = Latch()
+        self._ended = Latch()
+        self._lock = threading.Lock()
+        self._readers: list[Bell] = []
         self._events: list[Event] = []
 
     # --- the engine's side -------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
         """Append an event; a terminal one ends the ticket. Events after the end are a bug."""
-        with self._news:
+        with self._lock:
             assert not self._ended.is_set(), "event after the terminal one"
             self._events.append(event)
-            if isinstance(event, Terminal):
-                self._ended.set()
-            self._news.notify_all()
+            readers = list(self._readers)
+        if isinstance(event, Terminal):
+            self._ended.set()
+        for reader in readers:
+            if reader.empty():
+                reader.put(None)
 
     # --- the caller's side -------------------------------------------------------------------
 
@@ -260,18 +266,24 @@ class Ticket:
         Waking once a batch and not once a token keeps the reader from slowing the engine down
         (both share Python's lock).
         """
+        bell: Bell = queue.SimpleQueue()
+        with self._lock:
+            self._readers.append(bell)
         seen = 0
-        while True:
-            with self._news:
+        try:
+            while True:
                 while len(self._events) == seen:
-                    self._news.wait()
-            if seen and interval:
-                self._ended.wait(interval)
-            batch = self._events[seen:]
-            seen += len(batch)
-            yield batch
-            if isinstance(batch[-1], Terminal):
-                return
+                    bell.get()
+                if seen and interval:
+                    self._ended.wait(interval)
+                batch = self._events[seen:]
+                seen += len(batch)
+                yield batch
+                if isinstance(batch[-1], Terminal):
+                    return
+        finally:
+            with self._lock:
+                self._readers.remove(bell)
 
     def result(self, timeout: float | None = None) -> Answer:
         """Wait for the answer.

@@ -13,6 +13,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from mlx_jupyter.engine.latch import Latch
 from mlx_jupyter.errors import EngineClosed
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class _Call:
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
-        self._done = threading.Event()
+        self._done = Latch()
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -66,7 +67,7 @@ class EngineThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._gate = threading.Lock()  # orders post against close
         self._closed = False
-        self.ended = threading.Event()
+        self.ended = Latch()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
