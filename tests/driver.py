@@ -15,7 +15,7 @@ from mlx_jupyter.engine.sampling import Sampling
 from mlx_jupyter.engine.text import TextStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 def new_cache(model, budget: int = 1 << 30) -> PrefixCache:
@@ -32,7 +32,7 @@ def ask(
     owner: str | None = None,
     marks: Sequence[tuple[int, str]] = (),
     ticket: Ticket | None = None,
-    during: Callable[[], None] | None = None,
+    think_end: tuple[int, ...] = (),
 ) -> Run:
     """Serve one request; the run, with what it generated and counted."""
     ids = tuple(int(i) for i in ids)
@@ -50,6 +50,7 @@ def ask(
         clock=iter(range(1 << 30)).__next__,
         submitted=0,
         started=0,
+        think_end=think_end,
     )
     room = count
     with cache.open(np.array(ids, np.int32), room=room, owner=owner, marks=marks) as session:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +15,10 @@ from hypothesis import strategies as st
 from driver import ask, new_cache
 from fakes import FakeModel, cold
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache import pages
+from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.pages import Page
+from mlx_jupyter.cache.trie import Trie
 from mlx_jupyter.engine.request import Request, Ticket
 
 FAMILIES = [
@@ -393,3 +398,112 @@ def test_any_sequence_of_requests_equals_cold_runs(data: st.DataObject) -> None:
             assert run.tokens == cold(model, ids, count)[: len(run.tokens)]
             assert action == "cancel" or run.finish != "cancelled"
             known.append([*ids, *run.tokens])
+
+
+class TestPins:
+    def test_a_pinned_path_outlives_everything_else(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        ask(cache, model, prompt(256, seed=1), 1, owner="@keep")
+        for seed in range(2, 6):
+            ask(cache, model, prompt(256, seed=seed), 1, owner=f"@{seed}")
+        assert cache.pin("@keep") > 0
+        cache.evict()
+        assert cache.plan(np.array(prompt(256, seed=1), np.int32)).cached == 255
+        assert cache.plan(np.array(prompt(256, seed=4), np.int32)).cached == 0
+        assert cache.unpin("@keep")
+        assert not cache.unpin("@keep")
+        cache.evict()
+        assert cache.stored_bytes() == 0
+
+
+class TestMarks:
+    def test_the_lattice_is_nested_and_its_holes_grow_with_the_distance(self) -> None:
+        from mlx_jupyter.cache.needs import MARK_EVERY, lattice
+
+        kept: set[int] = set()
+        for tip in range(0, 200 * MARK_EVERY, MARK_EVERY):
+            kept = {at for at in kept | {tip} if lattice(at, tip)}
+            whole = {at for at in range(0, tip + 1, MARK_EVERY) if lattice(at, tip)}
+            assert kept == whole  # nothing that is wanted now was given up before
+            order = sorted(kept)
+            for a, b in pairwise(order):
+                assert b - a <= max(tip - a, MARK_EVERY)
+        assert len(kept) <= 20
+
+    def test_the_end_of_the_thinking_is_marked(self) -> None:
+        model = FakeModel(("state", "rows"))
+        first = ask(new_cache(model), model, prompt(40), 30)
+        cache = new_cache(model)
+        end = tuple(first.tokens[9:11])
+        ask(cache, model, prompt(40), 30, think_end=end)
+        marks = {at: m.kind for n in cache.trie.nodes() for at, m in n.marks.items()}
+        assert marks[40 + 11] == "thinking"
+        retry = [*prompt(40), *first.tokens[:11], 65]
+        assert ask(cache, model, retry).cached == 51
+        cache.check()
+
+    def test_long_answers_of_stateful_models_are_marked_on_the_way(self) -> None:
+        model = FakeModel(("state",))
+        cache = new_cache(model)
+        run = ask(cache, model, prompt(20), 2200)
+        marks = sorted(at for n in cache.trie.nodes() for at in n.marks)
+        assert {1024, 2048} < set(marks)
+        edited = [*prompt(20), *run.tokens[:1500], 65]
+        assert ask(cache, model, edited).cached == 1024
+
+
+class TestCapturesThatFail:
+    @pytest.mark.parametrize("kinds", FAMILIES, ids="+".join)
+    @pytest.mark.parametrize("where", ["stack", "compacted", "take", "window_rows", "insert"])
+    def test_at_any_moment_lose_no_answer(
+        self, kinds: tuple[str, ...], where: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        owner = {
+            "stack": pages,
+            "compacted": pages,
+            "take": pages.Mark,
+            "window_rows": Live,
+            "insert": Trie,
+        }[where]
+        original = getattr(owner, where)
+        for fails_at in range(4):
+            model = FakeModel(kinds)
+            cache = new_cache(model)
+            calls = 0
+
+            def fail(*args: object, fails_at: int = fails_at) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == fails_at + 1:
+                    raise MemoryError("no room for a copy")
+                return original(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, where, fail)
+                for seed in (0, 1, 0, 2):
+                    ids = [*prompt(30), *prompt(60, seed=seed)]
+                    with suppress(MemoryError):
+                        assert ask(cache, model, ids).tokens == cold(model, ids, 4)
+                    cache.check()
+            for seed in (0, 1, 2):
+                ids = [*prompt(30), *prompt(60, seed=seed)]
+                assert ask(cache, model, ids).tokens == cold(model, ids, 4)
+
+
+class TestCosts:
+    def test_rows_that_cost_more_to_read_than_to_compute_are_computed(self) -> None:
+        from mlx_jupyter.cache.plan import Rates
+
+        model = FakeModel()
+        cache = new_cache(model)
+        ask(cache, model, prompt(300))
+        ask(cache, model, [*prompt(100), *prompt(200, seed=1)])
+        ids = np.array(prompt(300), np.int32)
+        cache.rates = Rates(prefill=1e-3, restore=1e-6)
+        assert (cache.plan(ids).reused, cache.plan(ids).restored) == (100, 199)
+        cache.rates = Rates(prefill=1e-3, restore=2e-3)
+        assert (cache.plan(ids).reused, cache.plan(ids).restored) == (100, 0)
+        run = ask(cache, model, prompt(300))
+        assert run.cached == 100
+        assert run.tokens == cold(model, prompt(300), 4)

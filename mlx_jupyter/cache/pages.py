@@ -54,6 +54,13 @@ def _stacked(arrays: list[mx.array]) -> mx.array:
     return ly.compact(arrays[0])[None] if len(arrays) == 1 else mx.stack(arrays)
 
 
+def compacted(stacks: Stacks, start: int, end: int) -> Stacks:
+    """The tokens ``[start, end)`` of stacked rows in arrays of their own, evaluated."""
+    copies = tuple(tuple(map(ly.compact, ly.cut(arrays, start, end))) for arrays in stacks)
+    mx.eval(copies)
+    return copies
+
+
 def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
     """Each layer's rows, lazily, in the order that ``stack`` grouped the layers."""
     for arrays in stacks:
@@ -106,21 +113,24 @@ class _Stored:
         for arrays in unstack(self.stacks):
             yield arrays if (a, b) == (0, self.tokens) else ly.cut(arrays, a, b)
 
-    def _part(self, start: int, end: int) -> Self:
-        part = type(self)(start, end, self.tally)
-        part.last_used = self.last_used
-        if self.stacks:
-            a, b = start - self.start, end - self.start
-            stacks = tuple(tuple(map(ly.compact, ly.cut(s, a, b))) for s in self.stacks)
-            mx.eval(stacks)
-            part.hold(stacks)
-        return part
+    def _twin(self, start: int, end: int) -> Self:
+        """An empty one of its kind."""
+        twin = type(self)(start, end, self.tally)
+        twin.last_used = self.last_used
+        return twin
 
     def split(self, at: int) -> tuple[Self, Self]:
         """Two of its kind, ``[start, at)`` and ``[at, end)``, with arrays of their own."""
         assert self.start < at < self.end
-        parts = self._part(self.start, at), self._part(at, self.end)
-        self.release()
+        parts = self._twin(self.start, at), self._twin(at, self.end)
+        if self.stacks:
+            # Both copies before anything is counted: a copy can fail for lack of memory.
+            copies = [
+                compacted(self.stacks, p.start - self.start, p.end - self.start) for p in parts
+            ]
+            for part, stacks in zip(parts, copies, strict=True):
+                part.hold(stacks)
+            self.release()
         return parts
 
 
@@ -155,10 +165,10 @@ class Page(_Stored):
         self.release()
         self.residence = "gone"
 
-    def _part(self, start: int, end: int) -> Self:
-        part = super()._part(start, end)
-        part.residence = self.residence
-        return part
+    def _twin(self, start: int, end: int) -> Self:
+        twin = super()._twin(start, end)
+        twin.residence = self.residence
+        return twin
 
     def __repr__(self) -> str:
         return f"Page([{self.start}, {self.end}) {self.residence})"

@@ -30,7 +30,6 @@ from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, joined_pages
 from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.trie import PAGE, Node, Trie
-from mlx_jupyter.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -198,12 +197,13 @@ class PrefixCache:
         if present is not None and (present.states or not self.needs.stateful):
             present.last_used = self.requests
             return
-        made = node.marks[at] = Mark(at, kind, last_used=self.requests)
+        made = Mark(at, kind, last_used=self.requests)
         if self.needs.stateful and copy:
             made.take(self.live.leaves.states)
             self._tally.nbytes += made.nbytes
         elif self.needs.stateful:
             self._tip = made
+        node.marks[at] = made
 
     def _store_windows(self, path: Sequence[PathNode]) -> None:
         """Copy the window rows since the last time into strips along the live path."""
@@ -252,17 +252,21 @@ class PrefixCache:
         for node in self.trie.nodes():
             node.owners.pop(owner, None)
 
+    def owns(self, owner: str) -> bool:
+        """Whether some path is kept for this owner."""
+        return any(owner in node.owners for node in self.trie.nodes())
+
     def pin(self, owner: str) -> int:
         """Keep an owner's path whatever happens; bytes outside the live cache that it holds."""
-        if not any(owner in node.owners for node in self.trie.nodes()):
-            raise BadRequest(f"Nothing is cached for {owner} yet, so there is nothing to pin.")
         self.pins.add(owner)
-        node = next(n for n in self.trie.nodes() if owner in n.owners)
-        return sum(_own_bytes(n) for n in node.path())
+        tips = [node for node in self.trie.nodes() if owner in node.owners]
+        return sum(_own_bytes(node) for tip in tips for node in tip.path())
 
-    def unpin(self, owner: str) -> None:
-        """Let retention judge an owner's path again."""
+    def unpin(self, owner: str) -> bool:
+        """Let retention judge an owner's path again; whether it was pinned."""
+        pinned = owner in self.pins
         self.pins.discard(owner)
+        return pinned
 
     def drop_live(self) -> None:
         """Forget the live cache and the rows that only it holds."""
@@ -283,8 +287,14 @@ class PrefixCache:
     # --- giving up ---------------------------------------------------------------------------
 
     def enforce(self) -> None:
-        """Give up pages, strips and snapshots until the budget holds."""
-        self._give_up(self.nbytes() - self.budget, {})
+        """Give up pages, strips and snapshots until the budget holds.
+
+        MLX's cache of free buffers counts, and goes first.
+        """
+        over = self.nbytes() - self.budget
+        if over + mx.get_cache_memory() > 0:
+            mx.clear_cache()
+        self._give_up(over, {})
 
     def fit_live(self) -> None:
         """Between requests: shrink the live cache, or let go of it, when it alone is too large."""

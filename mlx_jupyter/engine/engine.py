@@ -40,16 +40,17 @@ from mlx_jupyter.errors import BadRequest, Cancelled, ModelNotFound  # noqa: E40
 from mlx_jupyter.models.messages import normalise  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     from mlx_jupyter.cache.plan import Plan
-    from mlx_jupyter.conversation.answer import Answer
+    from mlx_jupyter.conversation.answer import Answer, Message
     from mlx_jupyter.engine.request import Event
     from mlx_jupyter.models.info import ModelInfo
 
-log = logging.getLogger(__name__)
+    Prompt: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
 
-Prompt = "str | Sequence[Message | Mapping[str, Any]]"
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -166,7 +167,7 @@ class Engine:
 
     def request(
         self,
-        prompt: Prompt | None = None,  # type: ignore[valid-type]
+        prompt: Prompt | None = None,
         *,
         tokens: Sequence[int] | None = None,
         system: str | None = None,
@@ -183,17 +184,18 @@ class Engine:
         made = Options.of(**options)
         if (prompt is None) == (tokens is None):
             raise BadRequest("Give either a prompt or tokens.")
-        if tokens is not None:
+        if prompt is None:
+            assert tokens is not None
             ids = tuple(_token(t) for t in tokens)
             return Request(tokens=ids, options=made, model=model, owner=owner)
         if raw:
             if not isinstance(prompt, str):
                 raise BadRequest("raw takes the prompt as one text.")
             return Request(text=prompt, options=made, model=model, owner=owner)
-        messages = normalise(prompt, system)  # type: ignore[arg-type]
+        messages = normalise(prompt, system)
         return Request(messages=messages, options=made, model=model, owner=owner)
 
-    def generate(self, prompt: Prompt | None = None, **how: Any) -> Answer:  # type: ignore[valid-type]
+    def generate(self, prompt: Prompt | None = None, **how: Any) -> Answer:
         """Answer a prompt; waits for the end.
 
         Args:
@@ -213,7 +215,7 @@ class Engine:
             raise Cancelled(ticket.settle()) from None
         return ticket.result()
 
-    def stream(self, prompt: Prompt | None = None, **how: Any) -> Iterator[Event]:  # type: ignore[valid-type]
+    def stream(self, prompt: Prompt | None = None, **how: Any) -> Iterator[Event]:
         """Answer a prompt event by event; arguments as ``generate``'s.
 
         Closing the iterator cancels the request.
@@ -237,7 +239,7 @@ class Engine:
         finally:
             ticket.cancel()
 
-    def plan(self, prompt: Prompt | None = None, **how: Any) -> Plan:  # type: ignore[valid-type]
+    def plan(self, prompt: Prompt | None = None, **how: Any) -> Plan:
         """How ``generate`` would serve this prompt now; computes nothing, waits for nothing.
 
         Raises:
@@ -304,6 +306,25 @@ class Engine:
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant of a cache is broken (tests, bug reports)."""
         self._thread.call(self._shop.check)
+
+    def pin(self, name: str) -> int:
+        """Never give up what a branch (``"@name"``) or cell needs; bytes that this holds now.
+
+        Pinned bytes count in the budget; when they fill it, everything else is recomputed.
+
+        Raises:
+            BadRequest: nothing is cached for it.
+        """
+        pinned: int = self._thread.call(lambda: self._shop.pin(name))
+        return pinned
+
+    def unpin(self, name: str) -> None:
+        """Let a pinned branch or cell be given up again when room is needed.
+
+        Raises:
+            BadRequest: it isn't pinned.
+        """
+        self._thread.call(lambda: self._shop.unpin(name))
 
     # --- giving up ---------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 ``threading.Event`` and ``Condition`` take their lock in Python code: a ``KeyboardInterrupt`` that
 is raised just after the lock was taken leaves it taken, and whoever sets the event then hangs,
-which here would be the engine. These wait in a queue implemented in C, one for each waiter, so that an
-interrupted waiter leaves nothing but garbage behind.
+which here would be the engine. These wait in a queue implemented in C, one for each waiter, so
+that an interrupted waiter leaves nothing but garbage behind.
 """
 
 from __future__ import annotations

@@ -129,13 +129,14 @@ class Serve:
         run = self._running = self._run(loaded, options, ids, started)
         cache = shop.cache_of(loaded)
         room = min(run.max_tokens, run.limit - len(ids))
+        owner = ticket.request.owner
         mx.reset_peak_memory()
         try:
-            with cache.open(
-                id_array, room=room, marks=marks, owner=ticket.request.owner
-            ) as session:
+            with cache.open(id_array, room=room, marks=marks, owner=owner) as session:
                 run(session)
         finally:
+            if shop.trace is not None:
+                shop.trace.request(ids, run.tokens, owner, marks)
             shop.publish(loaded, ended=True)
         return self._made(run, session.plan, session.node)
 

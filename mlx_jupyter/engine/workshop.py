@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.cache.prefix_cache import PrefixCache
-from mlx_jupyter.errors import ModelNotFound
-from mlx_jupyter.models import memory
+from mlx_jupyter.cache.trace import TraceWriter
+from mlx_jupyter.errors import BadRequest, ModelNotFound
+from mlx_jupyter.models import allocator, memory
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from os import PathLike
 
     from mlx_jupyter.cache.view import TreeView
     from mlx_jupyter.models.info import ModelInfo
@@ -50,8 +52,10 @@ class Workshop:
         memory_limit: int | None,
         context: int | None,
         clock: Callable[[], float],
+        trace: str | PathLike[str] | None = None,
     ) -> None:
         self.clock = clock
+        self.trace = TraceWriter(trace) if trace is not None else None
         self.published = Published()
         self.tokenizing = threading.Lock()  # fast tokenizers can't be used by two threads at once
         self._cache_bytes = cache_bytes
@@ -116,6 +120,7 @@ class Workshop:
     def unload(self, name: str | None) -> list[str]:
         """Unload a model, or all when None, and its cache; the names that went."""
         gone = self._pool.unload(name)
+        allocator.trim()
         if not gone and name is not None:
             loaded = ", ".join(info.name for info in self._pool.infos()) or "none"
             raise ModelNotFound(name, [f"loaded: {loaded}"])
@@ -141,6 +146,21 @@ class Workshop:
             cache.release(owner)
         self.publish()
 
+    def pin(self, name: str) -> int:
+        """Keep the path of a cell or branch; bytes outside the live cache that it holds."""
+        for cache in self._caches.values():
+            if cache.owns(name):
+                pinned = cache.pin(name)
+                self.publish()
+                return pinned
+        raise BadRequest(f"Nothing is cached for {name!r} yet, so there is nothing to pin.")
+
+    def unpin(self, name: str) -> None:
+        """Let retention judge the path of a cell or branch again."""
+        if not any(cache.unpin(name) for cache in list(self._caches.values())):
+            raise BadRequest(f"{name!r} is not pinned.")
+        self.publish()
+
     def evict(self, nbytes: int | None) -> int:
         """Give up bytes, from the largest cache first."""
         freed = 0
@@ -148,6 +168,7 @@ class Workshop:
         for cache in caches:
             if nbytes is None or freed < nbytes:
                 freed += cache.evict(None if nbytes is None else nbytes - freed)
+        allocator.trim()
         self.publish()
         return freed
 
@@ -155,6 +176,7 @@ class Workshop:
         """Forget all cached tokens."""
         for cache in self._caches.values():
             cache.clear()
+        allocator.trim()
         self.publish()
 
     def check(self) -> None:
@@ -163,7 +185,9 @@ class Workshop:
             cache.check()
 
     def abandon(self) -> None:
-        """After the thread has ended: let go of every array."""
+        """After the thread has ended: let go of every array and file."""
+        if self.trace is not None:
+            self.trace.close()
         self._caches = {}
         self._pool = ModelPool()
         self.published = Published(requests=self.published.requests)

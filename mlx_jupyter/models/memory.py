@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_jupyter.models import allocator
+
 RESERVE = 0.05
 """Share of the memory that is left to everybody else."""
 
@@ -78,6 +80,8 @@ def set_limits(limit: int | None) -> None:
 
     total = measured().limit
     bound = total if limit is None else min(limit, total)
+    if mx.default_device().type == mx.DeviceType.cpu:
+        allocator.keep_freed()
     mx.set_memory_limit(bound)
     mx.set_cache_limit(max(LEAST_BUFFERS, min(bound // 16, MOST_BUFFERS)))
     if mx.metal.is_available():

@@ -9,6 +9,7 @@ from mlx_jupyter import runtime
 from mlx_jupyter.conversation.answer import Message
 from mlx_jupyter.conversation.conversation import turns_of
 from mlx_jupyter.notebook.config import SAMPLING
+from mlx_jupyter.notebook.footer import size
 from mlx_jupyter.notebook.reports import Page, Report
 
 if TYPE_CHECKING:
@@ -132,6 +133,18 @@ class Chat:
         turns_of(engine).drop(branch)
         engine.release(f"@{branch}")
         return Page(f"@{branch} is forgotten.", branch)
+
+    def pin(self, branch: str, engine: Engine, *, on: bool) -> Page:
+        """``%llm pin @branch`` and ``%llm unpin @branch``.
+
+        Raises:
+            BadRequest: nothing is cached for it, or it isn't pinned.
+        """
+        if on:
+            held = engine.pin(f"@{branch}")
+            return Page(f"@{branch} is pinned; {size(held)} of it are stored now.", held)
+        engine.unpin(f"@{branch}")
+        return Page(f"@{branch} may be given up again when room is needed.", branch)
 
 
 def _told(turn: Turn) -> str:

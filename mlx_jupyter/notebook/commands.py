@@ -138,6 +138,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """``pin @b`` and ``unpin @b``."""
+
+    branch: str
+    on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Help:
     """``help [TOPIC]`` and ``-h``."""
 
@@ -149,4 +157,6 @@ class Overview:
     """A bare ``%llm``."""
 
 
-Command = Ask | Load | Unload | Models | Status | Tree | Branches | Log | Drop | Help | Overview
+Command = (
+    Ask | Load | Unload | Models | Status | Tree | Branches | Log | Drop | Pin | Help | Overview
+)

@@ -81,7 +81,7 @@ class Completer:
                 return list(VIEWS)
             case "load" | "unload" if first:
                 return list(self._models())
-            case "log" | "drop" if first:
+            case "log" | "drop" | "pin" | "unpin" if first:
                 return [at + b for b in self._branches()]
             case "help" if first:
                 return [*options.TOPICS, *options.SUBCOMMANDS]

@@ -24,6 +24,7 @@ from mlx_jupyter.notebook.commands import (
     Log,
     Models,
     Overview,
+    Pin,
     Status,
     Tree,
     Unload,
@@ -114,6 +115,8 @@ def _subcommand(text: str) -> Command | None:
             return Log(branch[1:])
         case ["drop", branch] if BRANCH.fullmatch(branch):
             return Drop(branch[1:])
+        case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
+            return Pin(branch[1:], on=word == "pin")
         case ["help"]:
             return Help()
         case ["help", topic] if topic in TOPICS or topic in SUBCOMMANDS:

@@ -164,6 +164,8 @@ class LLMMagics(config.Settings, Magics):
                 return Outcome(self._chat.log(branch, self._engine()))
             case commands.Drop(branch):
                 return Outcome(self._chat.drop(branch, self._engine()))
+            case commands.Pin(branch, on):
+                return Outcome(self._chat.pin(branch, self._engine(), on=on))
             case commands.Help(topic):
                 return Outcome(reports.Page(options.help_text(topic)))
             case commands.Overview():

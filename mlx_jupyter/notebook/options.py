@@ -29,6 +29,8 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "branches": ("", "the conversations and their lengths"),
     "log": ("@BRANCH", "the turns of a conversation"),
     "drop": ("@BRANCH", "forget a conversation"),
+    "pin": ("@BRANCH", "never give up what a conversation has cached"),
+    "unpin": ("@BRANCH", "let it be given up again when room is needed"),
     "help": ("[TOPIC]", "this help, or more about one topic"),
 }
 """Each subcommand with its argument and what it does."""
