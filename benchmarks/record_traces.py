@@ -216,7 +216,9 @@ def forks(talk: Session, play: Session) -> None:
 
 def main() -> None:
     """Record all three."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     options.add_argument("--out", type=Path, default=TRACES)
     options.add_argument("--model", default="smollm2-135m")
     given = options.parse_args()

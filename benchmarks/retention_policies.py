@@ -12,12 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models.cache import LRUPromptCache
+from retention_sim import (
+    Model,
+    SimCache,
+    SimMark,
+    SimNode,
+    SimPage,
+    Thing,
+    our_decoding,
+    our_places,
+)
 
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.session import PERIOD
 from mlx_jupyter.cache.trie import common_prefix
-from retention_sim import Model, SimCache, SimMark, SimNode, SimPage, Thing, our_decoding, our_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -211,8 +220,7 @@ class LeafLRU(ByUnit):
     def value(self, cache: SimCache, candidates: list[Unit]) -> list[tuple[float, ...]]:
         """Age, depth, bytes."""
         return [
-            (float(len(u.below) > 1), u.last_used, -u.end, -self.gain(u, cache))
-            for u in candidates
+            (float(len(u.below) > 1), u.last_used, -u.end, -self.gain(u, cache)) for u in candidates
         ]
 
 
@@ -249,7 +257,28 @@ class Clairvoyant(ByUnit):
         self._steps = steps
         self._uses: dict[int, list[tuple[int, int]]] = {}
 
-    def prepare(self, cache: SimCache, held: list[Unit]) -> None:
+    def give_up(self, cache: SimCache, need: int, leaving: dict[int, int]) -> Dropped:
+        """Rows alone: page by page."""
+        if cache.needs.stateful:
+            return super().give_up(cache, need, leaving)
+        self._look_ahead(cache)
+        described, things = items(cache, leaving)  # type: ignore[arg-type]
+        order: list[tuple[bool, float, int, int]] = []
+        for item in described:
+            page, node = things[item.key]
+            reaches = (d for at, d in self._uses.get(node.id, ()) if at > page.start)  # type: ignore[union-attr]
+            if not item.pinned:
+                order.append((item.useless, min(reaches, default=math.inf), item.end, item.key))
+        dropped: Dropped = []
+        sizes = {item.key: item.nbytes for item in described}
+        for *_, key in sorted(order, reverse=True):  # pages behind a page are wanted no sooner
+            if need <= 0:
+                break
+            need -= sizes[key]
+            dropped.append(things[key])  # type: ignore[arg-type]
+        return dropped
+
+    def _look_ahead(self, cache: SimCache) -> None:
         """Find for each node who comes how deep."""
         self._uses = uses = {}
         for distance, step in enumerate(self._steps[cache.step + 1 :], 1):
@@ -263,15 +292,13 @@ class Clairvoyant(ByUnit):
                 uses.setdefault(node.id, []).append((min(at, len(step.ids) - 1), distance))
                 if at < child.end:
                     break
-        if cache.needs.stateful:
-            self._restored_at(held)
-        else:
-            for unit in held:
-                reaches = (d for at, d in uses.get(unit.node.id, ()) if at > unit.start)
-                unit.next_use = min(reaches, default=math.inf)
+
+    def prepare(self, cache: SimCache, held: list[Unit]) -> None:
+        """Each coming request uses the deepest state on its path."""
+        self._look_ahead(cache)
+        self._restored_at(held)
 
     def _restored_at(self, held: list[Unit]) -> None:
-        """Each coming request uses the deepest state on its path."""
         for unit in held:
             below = [u for u in unit.below if u.node is unit.node and u.place]
             limit = min((u.end for u in below), default=math.inf)
@@ -290,8 +317,7 @@ class Clairvoyant(ByUnit):
     def value(self, cache: SimCache, candidates: list[Unit]) -> list[tuple[float, ...]]:
         """Replay per byte over the time to the next use."""
         return [
-            (u.replay() / self.gain(u, cache) / u.next_use, -u.next_use, -u.end)
-            for u in candidates
+            (u.replay() / self.gain(u, cache) / u.next_use, -u.next_use, -u.end) for u in candidates
         ]
 
     def _drop(self, unit: Unit, cache: SimCache, dropped: Dropped) -> int:  # type: ignore[override]
@@ -353,4 +379,3 @@ class _FakeLayer:
 
     def trim(self, n: int) -> int:
         return n
-

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import MARK_EVERY, Needs, lattice
+from mlx_jupyter.cache.prefix_cache import GHOST_NODES, GHOST_TOKENS
 from mlx_jupyter.cache.session import PERIOD, ROOM
 from mlx_jupyter.cache.trie import Node, Trie
 
@@ -148,6 +149,9 @@ class SimCache:
         plan = decide(found, self.needs)
         keep, start = plan.reused, plan.cached
         cuts = self.policy.places(step, found, start)
+        owner = None if step.owner is None else str(step.owner)
+        if owner is not None:
+            self._release(owner)
         self._restore(step, keep, start)
         for at in sorted(cuts):
             self.live = step.ids[:at]
@@ -160,7 +164,6 @@ class SimCache:
             self._record(None, "periodic", copy=True)
             self._enforce()
         self.live = whole
-        owner = None if step.owner is None else str(step.owner)
         self._record(owner, "answer", copy=False)
         self._enforce()
         if self.live_bytes() > self.budget:
@@ -207,6 +210,8 @@ class SimCache:
                 self.trie.split_pages(node, keep)
         leaving = [p for n in path for p in n.pages if p.start >= keep and p.residence == "live"]
         sizes = {id(p): p.tokens * self.model.row_bytes for p in leaving}
+        if self.tip is not None:
+            sizes[id(self.tip)] = self.model.state_bytes
         self._give_up(self.nbytes() + sum(sizes.values()) - self.budget, sizes)
         for page in leaving:
             if page.residence == "live":
@@ -236,9 +241,12 @@ class SimCache:
                 self.tip = node.marks[at]
         self._thin()
         if owner is not None:
-            for other in self.trie.nodes():
-                other.owners.pop(owner, None)
+            self._release(owner)
             node.owners[owner] = at
+
+    def _release(self, owner: str) -> None:
+        for node in self.trie.nodes():
+            node.owners.pop(owner, None)
 
     def _thin(self) -> None:
         for node in self.live_path():
@@ -269,20 +277,29 @@ class SimCache:
             assert id(thing) not in self.needed, thing
             if isinstance(thing, SimMark):
                 del node.marks[thing.at]
+                self.tip = None if thing is self.tip else self.tip
             else:
                 thing.residence, thing.nbytes = "gone", 0
         self._prune()
 
     def _prune(self) -> None:
-        """Take out leaves that hold nothing, so that a long replay stays fast."""
+        """As ``PrefixCache._prune``."""
         live = {id(n) for n in self.live_path()}
-        while empty := [n for n in self.trie.nodes() if _is_empty(n) and id(n) not in live]:
-            for node in empty:
-                if node.parent is not None and not node.children:
+        while ghosts := [n for n in self.trie.nodes() if _is_ghost(n) and id(n) not in live]:
+            ghosts.sort(key=lambda n: n.last_used)
+            tokens, count = sum(len(n.tokens) for n in ghosts), len(ghosts)
+            if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
+                return
+            for node in ghosts:
+                if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
+                    break
+                tokens, count = tokens - len(node.tokens), count - 1
+                # Taking out one leaf can merge its parent, and what that holds, into another.
+                if _is_ghost(node):
                     self.trie.remove(node)
 
 
-def _is_empty(node: SimNode) -> bool:
+def _is_ghost(node: SimNode) -> bool:
     return not (
         node.children
         or any(p.residence != "gone" for p in node.pages)

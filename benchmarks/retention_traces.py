@@ -72,10 +72,11 @@ class Style:
         document: tokens of a pasted document, and how often there is one.
         answer: tokens of an answer.
         thinking: tokens of thinking before it.
+        longest: tokens after which a user begins a new chat.
         kept: whether the template keeps the thinking of earlier turns.
     """
 
-    requests: int = 70
+    requests: int = 120
     notebooks: int = 1
     moves: tuple[float, ...] = (8, 2, 2, 1, 1, 2, 0, 0.2)
     system: tuple[int, int] = (1000, 4000)
@@ -83,6 +84,7 @@ class Style:
     document: tuple[int, int, float] = (3000, 12000, 0.15)
     answer: tuple[int, int] = (200, 1200)
     thinking: tuple[int, int] = (0, 0)
+    longest: int = 28_000
     kept: bool = True
 
 
@@ -94,7 +96,7 @@ STYLES = {
     "thinking stripped": Style(
         thinking=(400, 3000), kept=False, moves=(8, 2, 1.5, 1, 1, 2, 0, 0.1)
     ),
-    "documents": Style(notebooks=2, document=(6000, 30000, 0.25), moves=(6, 3, 1, 1.5, 1, 2, 1, 0)),
+    "documents": Style(notebooks=2, document=(4000, 14000, 0.25), moves=(6, 3, 1, 1.5, 1, 2, 1, 0)),
 }
 
 
@@ -145,6 +147,8 @@ class _User:
             yield from move()
 
     def _append(self) -> Iterator[Step]:
+        if self._length() * UNIT > self._style.longest:
+            self._chat = self._add(_Chat(next(self._owners), self._systems[self._book]))
         self._chat.turns.append(_Turn(self._question(), [], []))
         yield self._ask(len(self._chat.turns) - 1)
 
@@ -167,8 +171,7 @@ class _User:
         del turns[below:]
 
     def _new(self) -> Iterator[Step]:
-        self._chat = _Chat(next(self._owners), self._systems[self._book])
-        self._notebooks[self._book].append(self._chat)
+        self._chat = self._add(_Chat(next(self._owners), self._systems[self._book]))
         yield from self._append()
 
     def _fork(self) -> Iterator[Step]:
@@ -177,8 +180,7 @@ class _User:
             return
         kept = turns[: self._random.randrange(1, len(turns))]
         copies = [_Turn(t.question, t.thinking, t.answer) for t in kept]
-        self._chat = _Chat(next(self._owners), self._chat.system, copies)
-        self._notebooks[self._book].append(self._chat)
+        self._chat = self._add(_Chat(next(self._owners), self._chat.system, copies))
         yield from self._append()
 
     def _switch(self) -> Iterator[Step]:
@@ -197,6 +199,14 @@ class _User:
             self._chat = chat
             for i in range(len(chat.turns)):
                 yield self._ask(i)
+
+    def _add(self, chat: _Chat) -> _Chat:
+        self._notebooks[self._book].append(chat)
+        return chat
+
+    def _length(self) -> int:
+        parts = [p for t in self._chat.turns for p in (t.question, t.thinking, t.answer)]
+        return len(self._chat.system) + sum(map(len, parts))
 
     def _ask(self, at: int) -> Step:
         """Run the cell of a turn again (or first): a new answer replaces the old one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,20 +64,30 @@ def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView
 
 @dataclass(slots=True)
 class _Below:
-    """What lies at or below a node: the deepest owner's, pin's and mark's offsets (0: none)."""
+    """What lies at or below a node: the deepest owner's, pin's and mark's offsets (0: none).
+
+    ``live`` is the deepest mark's whose states only the live cache holds, ``seen`` the request of
+    the owner that asked last, ``back`` how many marks lie between the node and the nearest tip,
+    ``backs`` the same for each of its own marks.
+    """
 
     owner: int
     pin: int
     mark: int
+    live: int
+    seen: int
+    back: int
+    backs: dict[int, int]
 
 
 @dataclass(slots=True)
 class _Above:
-    """What lies on the path above: the last page's key, whether one is missing, the last mark."""
+    """What lies on the path above: last page's and state's keys, a gap in the rows, last mark."""
 
     page: int | None = None
     broken: bool = False
     mark: int = 0
+    state: int | None = None
 
 
 def items(
@@ -86,13 +97,14 @@ def items(
 
     Args:
         cache: the cache.
-        leaving: ``id(page)`` → bytes of live pages that are about to need bytes of their own.
+        leaving: ``id()`` → bytes of live pages, and of the tip's mark, that are about to need bytes
+            of their own.
 
     Returns:
         The items, and what each key stands for.
     """
     order = list(cache.trie.nodes())
-    below = _below(order, cache.pins)
+    below = _below(order, cache.pins, leaving)
     described: list[Item] = []
     things: dict[int, tuple[_Thing, _Node]] = {}
     above: dict[int, _Above] = {cache.trie.root.id: _Above()}
@@ -105,8 +117,9 @@ def items(
     for node in order:
         assert node.parent is not None
         over, under = above[node.parent.id], below[node.id]
-        here = above[node.id] = _Above(over.page, over.broken, over.mark)
+        here = above[node.id] = _Above(over.page, over.broken, over.mark, over.state)
         breaks = node.end + 1
+        holds = [(node.start, over.page)]  # from where on which page holds the last row
         for page in node.pages:
             if page.residence == "gone" and not here.broken:
                 here.broken, breaks = True, page.start
@@ -127,9 +140,12 @@ def items(
                         useless=here.broken or (stateful and under.mark <= page.start),
                         reachable=under.owner > page.start,
                         pinned=id(page) in cache.needed or under.pin > page.start,
+                        seen=under.seen,
+                        alone=not stateful or under.live > page.start,
                     ),
                 )
                 here.page = key
+                holds.append((page.start + 1, key))
         for strip in node.strips:
             add(
                 strip,
@@ -147,36 +163,53 @@ def items(
                 ),
             )
         for at, mark in sorted(node.marks.items()):
-            if mark.nbytes:
+            if nbytes := leaving.get(id(mark), mark.nbytes):
+                key = len(described)
                 add(
                     mark,
                     node,
                     Item(
-                        len(described),
+                        key,
                         "state",
-                        mark.nbytes,
+                        nbytes,
                         at,
                         at - here.mark,
                         mark.last_used,
+                        holds[bisect_right(holds, at, key=lambda hold: hold[0]) - 1][1],
                         useless=over.broken or breaks < at,
                         reachable=under.owner >= at,
                         pinned=id(mark) in cache.needed or under.pin >= at,
+                        prior=here.state,
+                        place=mark.kind,
+                        seen=under.seen,
+                        back=under.backs[at],
                     ),
                 )
+                here.state = key
             here.mark = at
     return described, things
 
 
-def _below(order: list[_Node], pins: set[str]) -> dict[int, _Below]:
+def _below(order: list[_Node], pins: set[str], leaving: dict[int, int]) -> dict[int, _Below]:
     result: dict[int, _Below] = {}
     for node in reversed(order):
         children = [result[c.id] for c in node.children.values()]
+        tips = set(node.owners.values())
+        back, backs = min([c.back for c in children if c.owner], default=0), {}
+        for at in sorted(tips | node.marks.keys(), reverse=True):
+            back = 0 if at in tips else back
+            if at in node.marks:
+                backs[at] = back
+                back += 1
+        pinned = [at for owner, at in node.owners.items() if owner in pins]
+        live = [at for at, m in node.marks.items() if not leaving.get(id(m), m.nbytes)]
         result[node.id] = _Below(
-            max([*node.owners.values(), *(c.owner for c in children)], default=0),
-            max(
-                [*(at for o, at in node.owners.items() if o in pins), *(c.pin for c in children)],
-                default=0,
-            ),
-            max([*node.marks, *(c.mark for c in children)], default=0),
+            owner=max([*tips, *(c.owner for c in children)], default=0),
+            pin=max([*pinned, *(c.pin for c in children)], default=0),
+            mark=max([*node.marks, *(c.mark for c in children)], default=0),
+            live=max([*live, *(c.live for c in children)], default=0),
+            seen=max([node.last_used if tips else 0, *(c.seen for c in children)]),
+            back=back,
+            backs=backs,
         )
     return result
