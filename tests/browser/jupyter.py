@@ -28,6 +28,7 @@ App = Literal["lab", "notebook"]
 START_TIMEOUT = 60.0
 READY_TIMEOUT = 60.0
 CELL_TIMEOUT = 120.0
+ORPHAN_TIMEOUT = 300
 
 LIBRARY = (Path(__file__).parent / "notebook.js").read_text()
 
@@ -55,6 +56,9 @@ class Server:
             f"--IdentityProvider.token={self._token}",
             f"--ServerApp.root_dir={self.root}",
             f"--{name}.expose_app_in_browser=True",
+            # Should the tests be killed, the server and its kernels end by themselves.
+            f"--MappingKernelManager.cull_idle_timeout={ORPHAN_TIMEOUT}",
+            f"--ServerApp.shutdown_no_activity_timeout={ORPHAN_TIMEOUT}",
         ]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
