@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mlx_jupyter.units import human_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -80,11 +82,9 @@ class ModelDoesNotFit(LLMError):
     def __init__(
         self, name: str, needed: int, free: int, holders: Sequence[tuple[str, int]]
     ) -> None:
-        held = (
-            ", ".join(f"{who} {size / 2**30:.1f} GiB" for who, size in holders) or "nothing of ours"
-        )
+        held = ", ".join(f"{who} {human_bytes(size)}" for who, size in holders) or "nothing of ours"
         super().__init__(
-            f"{name} needs {needed / 2**30:.1f} GiB but {free / 2**30:.1f} GiB are free "
+            f"{name} needs {human_bytes(needed)} but {human_bytes(free)} are free "
             f"(held: {held}). Unload a model or choose a smaller one."
         )
         self.needed = needed

@@ -12,7 +12,7 @@ from mlx_jupyter.conversation.answer import Answer
 from mlx_jupyter.engine.request import Done, Loading, Prefill, Request, Ticket, Token
 from mlx_jupyter.engine.stats import Timing, Usage
 from mlx_jupyter.notebook import display
-from mlx_jupyter.notebook.footer import duration, footer, plan_line, size
+from mlx_jupyter.notebook.footer import duration, footer, plan_line
 from mlx_jupyter.notebook.interrupt import Interrupts
 
 
@@ -211,14 +211,6 @@ def test_plan_line():
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 2**20, "200 MiB"), (3e12, "2794 GiB")],
-)
-def test_size(nbytes, text):
-    assert size(nbytes) == text
 
 
 # ------------------------------------------------------------------------------------ interrupts

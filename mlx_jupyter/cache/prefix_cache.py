@@ -185,7 +185,7 @@ class PrefixCache:
                     page.last_used = self.requests
             step.pages = joined_pages(step.pages)
         self._store_windows(path)
-        if mark or tip:
+        if (mark or tip) and (self.needs.stateful or self.needs.windows):
             self._mark(node, offset, mark or tip or "answer", copy=mark is not None)
         if owner is not None:
             self.release(owner)
@@ -239,6 +239,10 @@ class PrefixCache:
         places = [*(at for n in path for at in n.marks), self.live.offset, since]
         kept = joined([*(s for at in places for s in self.needs.spans(at)), (since, 1 << 62)])
         for node in path:
+            if not list(without((node.start, node.end), kept)):
+                continue
+            for edge in (edge for span in kept for edge in span):
+                self.trie.split_strips(node, edge)
             for strip in list(node.strips):
                 if not any(a < strip.end and strip.start < b for a, b in kept):
                     strip.release()

@@ -9,8 +9,8 @@ from mlx_jupyter import runtime
 from mlx_jupyter.conversation.answer import Message
 from mlx_jupyter.conversation.conversation import turns_of
 from mlx_jupyter.notebook.config import SAMPLING
-from mlx_jupyter.notebook.footer import size
 from mlx_jupyter.notebook.reports import Page, Report
+from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
     from mlx_jupyter.conversation.answer import Answer
@@ -142,7 +142,7 @@ class Chat:
         """
         if on:
             held = engine.pin(f"@{branch}")
-            return Page(f"@{branch} is pinned; {size(held)} of it are stored now.", held)
+            return Page(f"@{branch} is pinned; {human_bytes(held)} of it are stored now.", held)
         engine.unpin(f"@{branch}")
         return Page(f"@{branch} may be given up again when room is needed.", branch)
 

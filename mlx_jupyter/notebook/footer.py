@@ -65,15 +65,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def size(nbytes: float) -> str:
-    """Bytes for people: ``"36 KiB"``, ``"1.5 GiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-
-
 def _reused(answer: Answer, rate: float) -> str:
     cached, prompt = answer.usage.cached, answer.usage.prompt
     if not cached:

@@ -31,11 +31,12 @@ from mlx_jupyter.notebook.cells import strip_final_newline
 from mlx_jupyter.notebook.chat import Chat, Exchange
 from mlx_jupyter.notebook.completion import Completer
 from mlx_jupyter.notebook.display import screen_for
-from mlx_jupyter.notebook.footer import footer, plan_line, size
+from mlx_jupyter.notebook.footer import footer, plan_line
 from mlx_jupyter.notebook.identity import Calls
 from mlx_jupyter.notebook.interpolate import InterpolationError, interpolate
 from mlx_jupyter.notebook.interrupt import Interrupts
 from mlx_jupyter.notebook.markdown import plain
+from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -257,7 +258,7 @@ class LLMMagics(config.Settings, Magics):
                 info = outcome.info
                 screen.finish(
                     f"{info.name} is loaded: {info.family}, {info.dtype}, "
-                    f"{size(info.weight_bytes)}; context {info.context:,} tokens.",
+                    f"{human_bytes(info.weight_bytes)}; context {info.context:,} tokens.",
                     "",
                 )
             else:

@@ -10,8 +10,8 @@ import html
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlx_jupyter.notebook.footer import size
 from mlx_jupyter.notebook.markdown import plain
+from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,7 +90,7 @@ def models(loaded: Sequence[ModelInfo], aliases: Iterable[str]) -> Report:
             info.family,
             f"{info.parameters / 1e6:,.0f} M",
             info.dtype,
-            size(info.weight_bytes),
+            human_bytes(info.weight_bytes),
             f"{info.context:,} tokens",
         )
         for i, info in enumerate(loaded)
@@ -122,16 +122,17 @@ def status(now: Status) -> Report:
         rows.append(("context", f"{now.context:,} tokens, set by {now.context_origin}"))
     memory = now.memory
     rows += [
-        ("weights", size(memory.weights)),
+        ("weights", human_bytes(memory.weights)),
         (
             "prefix cache",
-            f"{size(memory.live + memory.stored)} of {size(memory.budget)}: "
-            f"{size(memory.live)} live, {size(memory.stored)} stored",
+            f"{human_bytes(memory.live + memory.stored)} of {human_bytes(memory.budget)}: "
+            f"{human_bytes(memory.live)} live, {human_bytes(memory.stored)} stored",
         ),
         (
             "MLX memory",
-            f"{size(memory.active)} in use, {size(memory.cache)} free buffers, "
-            f"peak {size(memory.peak)}" + (f", limit {size(memory.limit)}" if memory.limit else ""),
+            f"{human_bytes(memory.active)} in use, {human_bytes(memory.cache)} free buffers, "
+            f"peak {human_bytes(memory.peak)}"
+            + (f", limit {human_bytes(memory.limit)}" if memory.limit else ""),
         ),
         ("device", f"{now.device}; BLAS: {_blas(now)}"),
         ("requests", f"{now.requests:,} ended, {now.waiting:,} waiting or running"),
@@ -148,7 +149,7 @@ def overview(now: Status, branches: Sequence[str]) -> Page:
     model = now.models[0].name if now.models else "none yet (the first prompt loads the default)"
     used = now.memory.weights + now.memory.live + now.memory.stored
     lines = [
-        f"Model: {model} · memory: {size(used)} · "
+        f"Model: {model} · memory: {human_bytes(used)} · "
         + (f"branches: {', '.join('@' + b for b in branches)}" if branches else "no branches yet"),
         "",
         "Try   %llm what is love?            a prompt on one line",

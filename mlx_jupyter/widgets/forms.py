@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
+from mlx_jupyter.units import human_bytes
 from mlx_jupyter.widgets.picture import Picture
 from mlx_jupyter.widgets.tree_data import (
     EMPTY,
@@ -21,7 +22,6 @@ from mlx_jupyter.widgets.tree_data import (
     clip_cells,
     counted,
     held_tokens,
-    human_bytes,
     label,
     latest_branches,
     node_bytes,

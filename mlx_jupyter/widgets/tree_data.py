@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from rich.cells import cell_len
 
+from mlx_jupyter.units import human_bytes
+
 if TYPE_CHECKING:
     from mlx_jupyter.cache.view import NodeView, PageView, TreeView
 
@@ -227,16 +229,3 @@ def clip_cells(text: str, width: int) -> str:
 def counted(number: int, one: str, many: str) -> str:
     """The number with the right form of its noun."""
     return f"{number:,} {one if number == 1 else many}"
-
-
-def human_bytes(number: int) -> str:
-    """Decimal units, three significant digits: ``0 B``, ``14.2 MB``, ``2.05 GB``."""
-    if number < 1000:
-        return f"{number} B"
-    value = float(number)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        if value < 999.5 or unit == "TB":
-            break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
