@@ -271,7 +271,7 @@ def test_without_pip_uv_is_used_and_without_both_it_is_said(index, monkeypatch, 
     uv.write_text(
         "#!/bin/sh\n"
         'while [ $# -gt 0 ]; do [ "$1" = --target ] && target=$2; shift; done\n'
-        f"exec {sys.executable} -m zipfile -e {next(index.iterdir())} $target\n"
+        f'exec "{sys.executable}" -m zipfile -e "{next(index.iterdir())}" "$target"\n'
     )
     uv.chmod(0o755)
     monkeypatch.setenv("UV", str(uv))
