@@ -10,6 +10,7 @@ import copy
 import functools
 import random
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,6 @@ class Bench:
         options = {"chunk": self.model.family.chunk or CHUNK, **options}
         run = ask(self.cache, self.model, ids, count, **options)
         audit(self.cache)
-        assert run.finish == ("cancelled" if options.get("ticket") else run.finish) or run.tokens
         if verify and run.tokens and run.finish == "length":
             self._compare(list(ids), run)
         return run
@@ -238,12 +238,13 @@ class TestStories:
         if tight:
             bench.cache.budget = int(1.6 * bench.cache.live.nbytes())
             bench.cache.evict()
-        for turn in range(9):
+        for turn in range(8):
             ids = _next_prompt(dice, prompts, known)
             marks = [(at, "turn") for at in (len(ids) // 2, len(ids) - 4) if at > 0]
             match dice.choice(["run", "run", "run", "cancel", "fail", "evict some", "evict"]):
                 case "cancel":
-                    self._cancelled(bench, ids, dice.randrange(8))
+                    cut_short = self._cancelled(bench, ids, dice.randrange(8))
+                    known.append([*ids, *cut_short.tokens])
                 case "fail" if name not in FAILS_WHEN_TORN:
                     self._failed(bench, ids, dice.randrange(30))
                 case "evict some":
@@ -277,7 +278,7 @@ class TestStories:
         bench.ask([*ids[:25], *prompt(4, 1)], 1)
 
     @staticmethod
-    def _cancelled(bench: Bench, ids: list[int], at: int) -> None:
+    def _cancelled(bench: Bench, ids: list[int], at: int) -> Run:
         ticket = Ticket(Request(tokens=tuple(ids)))
         calls = 0
 
@@ -288,8 +289,9 @@ class TestStories:
             calls += 1
 
         bench.model.before_call = count
-        bench.ask(ids, 6, ticket=ticket)
+        run = bench.ask(ids, 6, ticket=ticket)
         bench.model.before_call = None
+        return run
 
     @staticmethod
     def _failed(bench: Bench, ids: list[int], at: int) -> None:
@@ -343,6 +345,14 @@ class TestWindows:
             bench.ask([*whole[:at], *prompt(3, at)], 2, marks=[(at, "turn")])
         bench.ask([*whole, 5], 2)
 
+    def test_window_rows_that_no_place_needs_are_given_up(self, name: str) -> None:
+        bench = Bench(name)
+        first = prompt(300)
+        answer = bench.ask(first, 2, verify=False).tokens
+        bench.ask([*first, *answer, *prompt(10, 1)], 2)
+        strips = [s for n in bench.cache.trie.nodes() for s in n.strips]
+        assert sum(s.end - s.start for s in strips) <= 2 * WINDOW + 3 * CHUNK
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 class TestConversations:
@@ -354,7 +364,7 @@ class TestConversations:
         bench.cache.budget = int(1.5 * bench.cache.live.nbytes())
         bench.cache.evict()
         for turn in range(20):
-            run = bench.ask(history, 2, owner="@a", verify=turn % 5 == 4)
+            run = bench.ask(history, 2, owner="@a", verify=turn % 10 == 9)
             history = [*history, *run.tokens, *prompt(5, turn)]
         tip = bench.ask(history, 1)
         assert tip.computed <= 5 + 1 + 16
@@ -371,6 +381,29 @@ class TestConversations:
         assert run.computed <= len(new) + len(tail) + 16
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_restore_is_lossless(name: str) -> None:
+    """Switched away and back, a run's logits are bit for bit those of a cold run cut alike."""
+    bench = Bench(name)
+    ids = prompt(75)
+    step = bench.model.family.chunk or CHUNK
+    cold = bench.model.make_cache()
+    cuts = [*range(0, len(ids) - 1, step), len(ids) - 1, len(ids)]
+    for a, b in pairwise(cuts):
+        right = np.array(bench.model.model(mx.array([ids[a:b]]), cache=cold)[0, -1])
+    bench.ask(ids, 2)
+    for seed in (1, 2):
+        bench.ask(prompt(40, seed), 2, verify=False)
+        assert bench.ask(ids, 2).computed == 1
+        warm = np.array(bench.model.seen[0][0, -1])
+        if (
+            bench.model.family.chunk == 1
+        ):  # a ring that was filled by single steps has another order
+            assert np.abs(warm - right).max() <= bench.model.family.tolerance * np.abs(right).max()
+        else:
+            assert np.array_equal(warm, right)
+
+
 class TestBytes:
     @pytest.mark.parametrize("name", FAMILIES)
     def test_a_snapshot_is_as_large_as_its_states(self, name: str) -> None:
@@ -384,7 +417,7 @@ class TestBytes:
         own = [leaf.cache for leaf in leaves(cold) if isinstance(leaf, mlx_caches.ArraysCache)]
         marks = [m for n in bench.cache.trie.nodes() for m in n.marks.values() if m.states]
         assert len(marks) == (4 if kind(name) == "state" else 0)
-        if not name.startswith("deepseek_v41"):  # its snapshots grow with what they cover
+        if name != "deepseek_v41":  # its snapshots grow with what they cover
             for mark in marks:
                 assert _nbytes([s.cache for s in mark.states]) == _nbytes(own)
         for mark in marks:
@@ -417,12 +450,10 @@ SYSTEM, TURN, TAIL = 40, 80, 3
 ANSWER = 6
 
 EXPECTED_REUSE: dict[str, dict[str, int]] = {
-    "repeat": {"rows": 82, "window": 82, "state": 82},
     "continue": {"rows": 88, "window": 88, "state": 88},
     "retry": {"rows": 82, "window": 82, "state": 82},
     "edit in the last turn": {"rows": 60, "window": 60, "state": SYSTEM},
     "branch at an old turn": {"rows": 83, "window": 83, "state": 82},
-    "switch back": {"rows": 82, "window": 82, "state": 82},
     "another question": {"rows": SYSTEM, "window": SYSTEM, "state": SYSTEM},
     "tail replaced": {"rows": TURN, "window": TURN, "state": TURN},
 }
@@ -445,8 +476,6 @@ def reused(name: str, scenario: str) -> int:
     assert new[0] != answer[0]
     longer = [*first, *answer, *new]
     match scenario:
-        case "repeat":
-            asked = first
         case "continue":
             asked = longer
         case "retry":
@@ -457,9 +486,6 @@ def reused(name: str, scenario: str) -> int:
         case "branch at an old turn":
             bench.ask(longer, 2, verify=False)
             asked = [*first, *new]
-        case "switch back":
-            bench.ask(prompt(50, 5), 2, verify=False)
-            asked = first
         case "another question":
             asked = [*first[:SYSTEM], (first[SYSTEM] + 1) % VOCAB, *new]
         case _:
