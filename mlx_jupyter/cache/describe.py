@@ -23,10 +23,10 @@ def describe(cache: PrefixCache, active: set[int]) -> TreeView:
     order = list(cache.trie.nodes())
     made: dict[int, NodeView] = {}
     for node in reversed(order):  # children before parents; no recursion: paths can be deep
-        made[node.id] = _node_view(node, made, id(node) in active)
+        made[node.id] = _node_view(cache, node, made, id(node) in active)
     return TreeView(
         model=cache.name,
-        root=_node_view(cache.trie.root, made, active=True),
+        root=_node_view(cache, cache.trie.root, made, active=True),
         live=cache.live.offset,
         live_bytes=cache.live.nbytes(),
         stored_bytes=cache.stored_bytes(),
@@ -40,7 +40,9 @@ def describe(cache: PrefixCache, active: set[int]) -> TreeView:
     )
 
 
-def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView:
+def _node_view(
+    cache: PrefixCache, node: _Node, made: dict[int, NodeView], active: bool
+) -> NodeView:
     return NodeView(
         id=node.id,
         start=node.start,
@@ -57,7 +59,7 @@ def _node_view(node: _Node, made: dict[int, NodeView], active: bool) -> NodeView
         ),
         uses=node.uses,
         last_used=node.last_used,
-        owners=tuple(node.owners),
+        owners=tuple(cache.labels.get(owner, owner) for owner in node.owners),
         active=active,
     )
 

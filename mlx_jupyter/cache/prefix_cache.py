@@ -68,6 +68,7 @@ class PrefixCache:
         self.now = clock
         self.rates = Rates()
         self.pins: set[str] = set()
+        self.labels: dict[str, str] = {}
         self.live = Live(make)
         self.needs = self.live.leaves.needs
         self.trie = self._empty_trie()
@@ -121,6 +122,7 @@ class PrefixCache:
         room: int = 0,
         marks: Sequence[tuple[int, MarkKind]] = (),
         owner: str | None = None,
+        label: str | None = None,
     ) -> Session:
         """A session for a prompt; use it as a context manager.
 
@@ -129,8 +131,11 @@ class PrefixCache:
             room: tokens that may be generated; rows for them are reserved.
             marks: (offset, kind) where a conversation will come back to.
             owner: the cell or branch that keeps the result reachable.
+            label: how the owner is shown.
         """
         self.requests += 1
+        if owner is not None:
+            self.labels[owner] = label or owner
         return Session(self, np.asarray(ids, np.int32), room=room, marks=marks, owner=owner)
 
     def vacate(self, keep: int) -> None:

@@ -174,6 +174,7 @@ class Engine:
         model: str | None = None,
         raw: bool = False,
         owner: str | None = None,
+        label: str | None = None,
         **options: Any,
     ) -> Request:
         """A checked request from what ``generate`` takes.
@@ -181,26 +182,31 @@ class Engine:
         Raises:
             BadRequest: something is missing, unknown or out of range.
         """
-        made = Options.of(**options)
+        common: dict[str, Any] = {
+            "options": Options.of(**options),
+            "model": model,
+            "owner": owner,
+            "label": label,
+        }
         if (prompt is None) == (tokens is None):
             raise BadRequest("Give either a prompt or tokens.")
         if prompt is None:
             assert tokens is not None
             ids = tuple(_token(t) for t in tokens)
-            return Request(tokens=ids, options=made, model=model, owner=owner)
+            return Request(tokens=ids, **common)
         if raw:
             if not isinstance(prompt, str):
                 raise BadRequest("raw takes the prompt as one text.")
-            return Request(text=prompt, options=made, model=model, owner=owner)
+            return Request(text=prompt, **common)
         messages = normalise(prompt, system)
-        return Request(messages=messages, options=made, model=model, owner=owner)
+        return Request(messages=messages, **common)
 
     def generate(self, prompt: Prompt | None = None, **how: Any) -> Answer:
         """Answer a prompt; waits for the end.
 
         Args:
             prompt: one user message's text, or a conversation as messages.
-            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``raw``, ``owner``
+            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``raw``, ``owner``, ``label``
                 and the sampling options (``engine.request.Options``).
 
         Raises:

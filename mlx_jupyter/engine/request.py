@@ -129,6 +129,7 @@ class Request:
         model: short name or source; the current model when None, the default one when none is
             loaded.
         owner: the cell or branch that keeps the result reachable (replaced at its next request).
+        label: how to show the owner to people; the owner itself when None.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -137,6 +138,7 @@ class Request:
     options: Options = field(default_factory=Options)
     model: str | None = None
     owner: str | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,10 +129,10 @@ class Serve:
         run = self._running = self._run(loaded, options, ids, started)
         cache = shop.cache_of(loaded)
         room = min(run.max_tokens, run.limit - len(ids))
-        owner = ticket.request.owner
+        owner, label = ticket.request.owner, ticket.request.label
         mx.reset_peak_memory()
         try:
-            with cache.open(id_array, room=room, marks=marks, owner=owner) as session:
+            with cache.open(id_array, room=room, marks=marks, owner=owner, label=label) as session:
                 run(session)
         finally:
             if shop.trace is not None:

@@ -79,6 +79,7 @@ class Chat:
         if ask.branch is None:
             how |= {"raw": True} if ask.raw else {}
             how |= {"system": ask.system} if ask.system is not None else {}
+            how |= {"label": self._calls.label(call)}
             return Exchange(ask.prompt, how, self._calls.owner(call))
         origin = f"{ask.origin.branch}~{ask.origin.back}" if ask.origin is not None else None
         place = turns.start(ask.branch, call, origin)

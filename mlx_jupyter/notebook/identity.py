@@ -33,11 +33,16 @@ class Calls:
         return Call(session, cell, index, str(execution)) if cell else None
 
     def owner(self, call: Call | None) -> str:
-        """A name for what the call computes, the same when its cell is run again."""
+        """Names what the call computes, the same when its cell is run again."""
         if call is None:
-            # IPython counts up before it runs an input.
-            return f"In[{self._shell.execution_count - 1}]"
-        return f"cell {call.cell[:8]}" + (f".{call.index}" if call.index else "")
+            return self.label(call)
+        return f"{call.session}/{call.cell}/{call.index}"
+
+    def label(self, call: Call | None) -> str:
+        """How a person knows the call: the cell's number, and which call it was."""
+        # IPython counts up before it runs an input.
+        number = f"In [{self._shell.execution_count - 1}]"
+        return f"{number}.{call.index + 1}" if call is not None and call.index else number
 
     def _where(self) -> tuple[str, str | None, object]:
         """(client session, cell id, what names this execution)."""
