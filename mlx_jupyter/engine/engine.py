@@ -206,8 +206,8 @@ class Engine:
 
         Args:
             prompt: one user message's text, or a conversation as messages.
-            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``raw``, ``owner``, ``label``
-                and the sampling options (``engine.request.Options``).
+            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``raw``, ``owner``,
+                ``label`` and the sampling options (``engine.request.Options``).
 
         Raises:
             BadRequest, ContextOverflow, ModelNotFound, ComputeError: and the like, see ``errors``.
