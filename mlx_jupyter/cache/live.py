@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.needs import Span
 
 
-GROUP_BYTES = 256 << 20
+GROUP_BYTES = 1 << 30
 """Bytes of layers that are restored together on a GPU."""
 
 
@@ -124,7 +124,7 @@ class Live:
                 mx.eval(waiting)
                 waiting = []
         mx.eval(waiting)
-        self.ids.extend(ids.tolist())
+        self.ids.frombytes(ids.astype(np.int32).tobytes())
 
     def set_windows(self, at: int, strips: Sequence[Strip]) -> None:
         """Put the window layers to position ``at``, from strips that cover what each needs."""

@@ -107,11 +107,16 @@ class _Stored:
         self.tally.nbytes -= self.nbytes
         self.nbytes = 0
 
+    def within(self, start: int, end: int) -> Stacks:
+        """The stacks of the part within ``[start, end)``, as views."""
+        a, b = max(start, self.start) - self.start, min(end, self.end) - self.start
+        if (a, b) == (0, self.tokens):
+            return self.stacks
+        return tuple(ly.cut(arrays, a, b) for arrays in self.stacks)
+
     def layer_rows(self, start: int, end: int) -> Iterator[ly.Rows]:
         """Each layer's rows of the part within ``[start, end)``, lazily."""
-        a, b = max(start, self.start) - self.start, min(end, self.end) - self.start
-        for arrays in unstack(self.stacks):
-            yield arrays if (a, b) == (0, self.tokens) else ly.cut(arrays, a, b)
+        return unstack(self.within(start, end))
 
     def _twin(self, start: int, end: int) -> Self:
         """An empty one of its kind."""
@@ -193,13 +198,10 @@ def joined_pages(pages: Sequence[Page]) -> list[Page]:
 
 def joined_stacks(pages: Sequence[Page], start: int, end: int) -> Stacks:
     """The rows ``[start, end)`` of consecutive pages in one stack a group, lazily."""
-    cuts = [
-        [ly.cut(s, max(start, p.start) - p.start, min(end, p.end) - p.start) for s in p.stacks]
-        for p in pages
-    ]
+    parts = [page.within(start, end) for page in pages]
     return tuple(
         tuple(mx.concatenate(list(arrays), axis=-2) for arrays in zip(*group, strict=True))
-        for group in zip(*cuts, strict=True)
+        for group in zip(*parts, strict=True)
     )
 
 
