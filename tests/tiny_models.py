@@ -77,7 +77,7 @@ class Family:
     window: int = 0
     cache: Callable[[nn.Module], list[Any]] | None = None
     chunk: int = 0
-    tolerance: float = 1e-5
+    tolerance: float = 2e-5
 
 
 def _each(make: Callable[[], Any]) -> Callable[[nn.Module], list[Any]]:
