@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BACK = 0.7
+BACK = 0.5
 """How much less the next place back from a tip is wanted: edits reach back a few turns only."""
 
-OWN = 0.3
+OWN = 0.1
 """Weight of a place's own last use against that of the branches which lead through it."""
 
-STRAY = 0.05
+STRAY = 0.2
 """How much what no cell or branch leads to is wanted, against its own last use alone."""
 
 PERIODIC = 0.3
@@ -86,14 +86,12 @@ def wanted(item: Item, clock: int) -> float:
 
     Hyperbolic in the age, so that what is recent wins but a long replay still counts.
     """
-    own = OWN / (1 + max(clock - item.last_used, 0))
-    if not item.reachable:
-        return STRAY / OWN * own
-    tips = 1 / (1 + max(clock - (item.seen or item.last_used), 0))
-    if item.kind != "state":
-        return tips
     weight = PERIODIC if item.place == "periodic" else 1.0
-    return weight * (tips * BACK ** min(item.back, 64) + own)
+    own = weight / (1 + max(clock - item.last_used, 0))
+    if not item.reachable:
+        return STRAY * own
+    tips = weight / (1 + max(clock - (item.seen or item.last_used), 0))
+    return tips if item.kind != "state" else tips * BACK ** min(item.back, 64) + OWN * own
 
 
 def choose(items: Iterable[Item], need: int, clock: int) -> list[int]:
