@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.engine.pipeline import Run
 
 CHUNK = 16
-FAILS_WHEN_TORN = {"llama_concatenate"}
-"""Left out of failures in the middle of a step: cutting its rows leaves them unevaluated."""
 
 WINDOWED = [name for name, family in FAMILIES.items() if family.window]
 
@@ -245,7 +243,7 @@ class TestStories:
                 case "cancel":
                     cut_short = self._cancelled(bench, ids, dice.randrange(8))
                     known.append([*ids, *cut_short.tokens])
-                case "fail" if name not in FAILS_WHEN_TORN:
+                case "fail":
                     self._failed(bench, ids, dice.randrange(30))
                 case "evict some":
                     bench.cache.evict(bench.cache.stored_bytes() // 2)
@@ -268,8 +266,6 @@ class TestStories:
 
     @pytest.mark.parametrize("at", [1, 5, 23])
     def test_torn_in_the_middle_of_a_step_and_asked_again(self, name: str, at: int) -> None:
-        if name in FAILS_WHEN_TORN:
-            pytest.skip("see FAILS_WHEN_TORN")
         bench = Bench(name)
         ids = prompt(40, at)
         bench.ask(ids[:20], 1, verify=False)

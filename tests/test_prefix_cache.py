@@ -80,6 +80,16 @@ class TestReuse:
         back = ask(cache, model, prompt(400))
         assert back.computed == 1
 
+    def test_the_ways_of_a_gpu_give_the_same(self, model: FakeModel) -> None:
+        cache = new_cache(model)
+        cache.live.gpu = True
+        for seed in (0, 1, 0, 2, 1, 0):
+            ids = [*prompt(300), *prompt(900, seed=seed)]
+            run = ask(cache, model, ids, 3)
+            assert run.tokens == cold(model, ids, 3)
+            cache.check()
+        assert run.computed == 1
+
     def test_a_single_token_prompt(self, model: FakeModel) -> None:
         cache = new_cache(model)
         for _ in range(2):

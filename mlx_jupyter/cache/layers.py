@@ -119,9 +119,13 @@ class ConcatenatedRows(RowsLayer):
 
     def rewind(self, at: int) -> None:
         """Forget the rows from ``at`` on; its own ``trim`` would leave them in the arrays."""
+        if at == self.offset:
+            return
         super().rewind(at)
         if at:
-            self._set(cut(self.arrays, 0, at))
+            # A lazy cut would keep the longer buffer.
+            self._set(tuple(map(compact, cut(self.arrays, 0, at))))
+            mx.eval(self.arrays)
         else:
             self.cache.keys = self.cache.values = None
 

@@ -32,10 +32,12 @@ class Live:
         leaves: the adapters of its leaf caches.
         ids: the tokens that were fed to it.
         windowed: up to where its window rows have been stored.
+        gpu: whether it lies on a GPU, where launches cost more than copies.
     """
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         self._make = make
+        self.gpu = mx.default_device().type == mx.DeviceType.gpu
         self._order: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.reset()
 
@@ -109,8 +111,7 @@ class Live:
             total: rows to have room for.
         """
         start, end = self.offset, self.offset + len(ids)
-        gpu = mx.default_device().type == mx.DeviceType.gpu
-        if gpu:
+        if self.gpu:
             # Launches dominate: few large copies first, then one a layer.
             parts = [list(unstack(joined_stacks(pages, start, end)))]
         else:
@@ -120,7 +121,7 @@ class Live:
             layer.append(pieces, total)
             waiting.extend(layer.arrays)
             # Evaluated in groups, so that the peak is one group and not the whole cache.
-            if not gpu or sum(a.nbytes for a in waiting) > GROUP_BYTES:
+            if not self.gpu or sum(a.nbytes for a in waiting) > GROUP_BYTES:
                 mx.eval(waiting)
                 waiting = []
         mx.eval(waiting)

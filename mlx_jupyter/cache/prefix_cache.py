@@ -26,7 +26,7 @@ from mlx_jupyter.cache.describe import describe, items
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import Span, joined, lattice, without
-from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, joined_pages
+from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture, joined_pages
 from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.trie import PAGE, Node, Trie
@@ -152,9 +152,9 @@ class PrefixCache:
         row_bytes = self.live.row_bytes()
         sizes = {id(p): p.tokens * row_bytes for p in leaving}
         self._give_up(self.nbytes() + sum(sizes.values()) - self.budget, sizes)
-        for page in leaving:
-            if page.residence == "live":
-                page.capture(self.live.full_layers())
+        staying = [page for page in leaving if page.residence == "live"]
+        if staying:
+            capture(staying, self.live.full_layers(), gpu=self.live.gpu)
         if self._tip is not None:
             self._tip.take(self.live.leaves.states)
             self._tally.nbytes += self._tip.nbytes
