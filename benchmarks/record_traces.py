@@ -119,7 +119,6 @@ class Session:
         """Run a cell: a new cell appends, a known one replaces its turn."""
         call = Call(self._name, cell, 0, str(next(self._runs)))
         self._tree.caller = lambda: call
-        # A stop string that never comes: the end token alone may end it early.
         answer = chat.ask(text, max_tokens=tokens, temperature=0.8, seed=next(self._runs))
         loaded = self._engine._shop.find(None)
         assert loaded is not None
