@@ -93,7 +93,9 @@ class Bench:
                 end = min((at // CHUNK + 1) * CHUNK, session.next_cut(at), len(ids) - 1)
                 end = end if at < len(ids) - 1 else at + 1
                 fed = whole[at:end].tolist()
-                self.model(mx.array([fed]), cache=session.layers)
+                logits = self.model(mx.array([fed]), cache=session.layers)
+                if at >= len(ids) - 1:
+                    mx.eval(logits)
                 session.advance(fed)
                 if at < len(ids) or session.due:
                     session.settle()

@@ -517,3 +517,21 @@ class TestCosts:
         run = ask(cache, model, prompt(300))
         assert run.cached == 100
         assert run.tokens == cold(model, prompt(300), 4)
+
+
+def test_forgetting_given_up_leaves_keeps_what_their_parent_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FakeModel()
+    cache = new_cache(model)
+    for seed in (1, 2):
+        ask(cache, model, [*prompt(600), *prompt(50, seed=seed)], 1)
+    ask(cache, model, prompt(40, seed=3), 1)
+    (parent,) = [n for n in cache.trie.nodes() if n.children]
+    for leaf in parent.children.values():
+        for page in leaf.pages:
+            page.drop()
+    monkeypatch.setattr("mlx_jupyter.cache.prefix_cache.GHOST_TOKENS", 0)
+    cache._prune()
+    cache.check()
+    assert cache.plan(np.array([*prompt(600), 7], np.int32)).cached == 600

@@ -69,6 +69,10 @@ class Live:
             if layer.capacity
         )
 
+    def state_bytes(self) -> int:
+        """Bytes that a snapshot of the state layers takes."""
+        return sum(a.nbytes for leaf in self.leaves.states for a in ly.arrays_in(leaf.cache))
+
     # --- like layers together ----------------------------------------------------------------
 
     def learn_order(self) -> None:

@@ -151,6 +151,8 @@ class PrefixCache:
         leaving = [p for n in path for p in n.pages if p.start >= keep and p.residence == "live"]
         row_bytes = self.live.row_bytes()
         sizes = {id(p): p.tokens * row_bytes for p in leaving}
+        if self._tip is not None:
+            sizes[id(self._tip)] = self.live.state_bytes()
         self._give_up(self.nbytes() + sum(sizes.values()) - self.budget, sizes)
         staying = [page for page in leaving if page.residence == "live"]
         if staying:
@@ -255,6 +257,8 @@ class PrefixCache:
 
     def _drop_mark(self, node: PathNode, mark: Mark) -> None:
         self._tally.nbytes -= node.marks.pop(mark.at).nbytes
+        if mark is self._tip:
+            self._tip = None
 
     def release(self, owner: str) -> None:
         """The cell or branch doesn't need its path any more; it stays until room is needed."""
@@ -364,6 +368,8 @@ class PrefixCache:
             for node in ghosts:
                 if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
                     break
+                if node.children or not _is_ghost(node):
+                    continue  # a removal before it merged its parent into it
                 tokens, count = tokens - len(node.tokens), count - 1
                 self.trie.remove(node)
 

@@ -110,6 +110,9 @@ class Session:
         cache, live, start, keep = self._cache, self._cache.live, self.start, self.plan.reused
         in_place = keep == start == live.offset > 0
         pages, strips, mark = ([], [], None) if in_place else self._stored(keep, start)
+        if self._owner is not None:
+            # Its former tip is no longer asked for: it must not compete for bytes.
+            cache.release(self._owner)
         cache.needed = {id(thing) for thing in (*pages, *strips, mark)}
         try:
             cache.vacate(keep)
