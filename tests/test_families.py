@@ -462,8 +462,8 @@ def kind(name: str) -> str:
     return next(k for k in ("state", "window", "rows") if k in kinds)
 
 
-def reused(name: str, scenario: str) -> int:
-    """Tokens that the scenario's last request found in the cache."""
+def last_request(name: str, scenario: str) -> tuple[Run, int]:
+    """The scenario's last request, and how many of its tokens were never seen before."""
     bench = Bench(name)
     marks = [(SYSTEM, "system"), (TURN, "prompt")]
     first = prompt(TURN + TAIL)
@@ -486,10 +486,12 @@ def reused(name: str, scenario: str) -> int:
             asked = [*first[:SYSTEM], (first[SYSTEM] + 1) % VOCAB, *new]
         case _:
             asked = [*first[:TURN], (first[TURN] + 1) % VOCAB, *answer, *new]
-    return bench.ask(asked, 2, verify=False).cached
+    known = bench.cache.match(np.array(asked, np.int32)).known
+    return bench.ask(asked, 2, verify=False), len(asked) - known
 
 
 @pytest.mark.parametrize("scenario", EXPECTED_REUSE)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reuse(name: str, scenario: str) -> None:
-    assert reused(name, scenario) == EXPECTED_REUSE[scenario][kind(name)]
+    run, _ = last_request(name, scenario)
+    assert run.cached == EXPECTED_REUSE[scenario][kind(name)]
