@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -17,27 +15,11 @@ import pytest
 import mlx_jupyter.errors as err
 from fakes import FakeModel, cold, fake_engine
 from mlx_jupyter.engine.request import Done, Failed, Options, Prefill, Request, Ticket, Token
-from mlx_jupyter.engine.serve import Serve
-
-HANG = 60  # seconds; only ever reached when something is broken
+from probes import HANG, PHASES, Gate, Probe
 
 
 def prompt(n: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(97, 123), k=n))
-
-
-class Gate:
-    """A model hook: blocks a forward pass until it is opened, and says that it was reached."""
-
-    def __init__(self, when=lambda n: True) -> None:
-        self.when = when
-        self.reached = threading.Event()
-        self.open = threading.Event()
-
-    def __call__(self, n: int) -> None:
-        if self.when(n):
-            self.reached.set()
-            assert self.open.wait(HANG)
 
 
 @pytest.fixture
@@ -447,50 +429,13 @@ class TestCancel:
         assert whole.text.startswith(partial.text)
 
 
-class Probe:
-    """Sends SIGINT to this process when a phase is reached, after a random number of its steps."""
-
-    def __init__(self, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hits = dict.fromkeys(["queue", "prefill", "decode", "teardown"], 0)
-        self.phase = ""
-        self.left = 0
-        self.sent = threading.Event()
-        self._lock = threading.Lock()
-        model.before_call = lambda n: self.step("prefill" if n > 1 else "decode")
-        original = Serve._made
-
-        def teardown(job: Serve, *args: object) -> object:
-            self.step("teardown")
-            return original(job, *args)
-
-        monkeypatch.setattr(Serve, "_made", teardown)
-
-    def arm(self, phase: str, left: int) -> None:
-        with self._lock:
-            self.phase, self.left = phase, left
-            self.sent.clear()
-
-    def step(self, phase: str) -> None:
-        with self._lock:
-            if phase != self.phase:
-                return
-            self.left -= 1
-            if self.left >= 0:
-                return
-            self.phase = ""
-            self.hits[phase] += 1
-        self.sent.set()
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_interrupts_at_random_times(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_at_random_times(model) -> None:
     """SIGINT in the caller's thread, 50 times in each phase; the next answer is as if cold."""
     dice = random.Random(5)
     with fake_engine(model) as engine:
-        probe = Probe(model, monkeypatch)
-        hook = model.before_call
+        probe = Probe(model)
         for round_ in range(200):
-            phase = ["queue", "prefill", "decode", "teardown"][round_ % 4]
+            phase = PHASES[round_ % 4]
             ids = prompt(dice.randrange(300, 700), seed=round_)
             count = dice.randrange(12, 30)
             gate = Gate()
@@ -514,7 +459,8 @@ def test_interrupts_at_random_times(model, monkeypatch: pytest.MonkeyPatch) -> N
             engine.check()
             after = engine.generate(tokens=ids, max_tokens=3)
             assert list(after.tokens) == cold(model, ids, 3)
-            model.before_call = hook
+            model.before_call = probe.hook
+        probe.restore()
         assert all(hits == 50 for hits in probe.hits.values()), probe.hits
 
 

@@ -366,6 +366,36 @@ def test_interrupts_at_random_times(kernel):
     assert kernel.value("list(r.tokens) == wanted")
 
 
+def test_interrupts_in_every_phase(kernel):
+    """Case 20: 50 signals in each phase of a cell's request; each next answer is as if cold."""
+    kernel.run("import random\nfrom probes import PHASES, Gate, Probe")
+    kernel.run("dice = random.Random(3)\nengine = mlx_jupyter.engine()\nprobe = Probe(model)")
+    for number in range(200):
+        phase = ("queue", "prefill", "decode", "teardown")[number % 4]
+        kernel.run(f"prompt = '{number} ' + 'word ' * dice.randrange(40, 120)\ngate = Gate()")
+        if phase == "queue":
+            start = (
+                "model.before_call = gate\n"
+                "engine.submit(engine.request('ahead', max_tokens=2))\n"
+                "gate.reached.wait(60)\n"
+                "probe.when_queued(engine)"
+            )
+        else:
+            left = {"prefill": "dice.randrange(2)", "decode": "dice.randrange(9)"}.get(phase, 0)
+            start = f"probe.arm({phase!r}, {left})"
+        message = kernel.send(f"{start}\n%llm -o r --max 20 --view none -- {{{{prompt}}}}")
+        assert kernel.follow(message).reply["status"] in {"ok", "error"}
+        kernel.run(
+            "model.before_call = None\ngate.open.set()\nengine.check()\n"
+            "after = engine.generate(prompt, max_tokens=3)\n"
+            "assert list(after.tokens) == cold(model, after.prompt_ids, 3)\n"
+            "model.before_call = probe.hook"
+        )
+    assert kernel.value("probe.hits") == dict.fromkeys(
+        ("queue", "prefill", "decode", "teardown"), 50
+    )
+
+
 def test_interrupt_of_a_request_that_waits_behind_another(kernel):
     """Case 20, in the queue."""
     kernel.run("pace = 0.005")
