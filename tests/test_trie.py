@@ -31,6 +31,10 @@ def tree() -> Trie:
     return Trie(Plain)
 
 
+def tokens_to(node) -> np.ndarray:
+    return np.concatenate([n.tokens for n in node.path()])
+
+
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
@@ -44,7 +48,7 @@ def test_match_is_the_longest_common_prefix_with_any_sequence(paths: list[list[i
         end = trie.insert(ids(*path))
         trie.check()
         known.append(path)
-        assert trie.tokens_to(end, len(path)).tolist() == path
+        assert tokens_to(end).tolist()[: len(path)] == path
     for path in known:
         assert trie.match(ids(*path))[1] == len(path)
 
@@ -56,7 +60,7 @@ def test_removing_leaves_keeps_the_others(paths: list[list[int]], data: st.DataO
         trie.insert(ids(*path))
     while leaves := [n for n in trie.nodes() if not n.children]:
         leaf = data.draw(st.sampled_from(leaves))
-        rest = [trie.tokens_to(n, n.end) for n in leaves if n is not leaf]
+        rest = [tokens_to(n) for n in leaves if n is not leaf]
         trie.remove(leaf)
         trie.check()
         assert all(trie.match(path)[1] == len(path) for path in rest)

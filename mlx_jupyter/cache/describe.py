@@ -159,6 +159,7 @@ def items(
                     strip.end,
                     strip.tokens,
                     strip.last_used,
+                    _holder(holds, strip.end),
                     useless=over.broken or breaks < strip.end,
                     reachable=under.owner >= strip.end,
                     pinned=id(strip) in cache.needed or under.pin >= strip.end,
@@ -177,7 +178,7 @@ def items(
                         at,
                         at - here.mark,
                         mark.last_used,
-                        holds[bisect_right(holds, at, key=lambda hold: hold[0]) - 1][1],
+                        _holder(holds, at),
                         useless=over.broken or breaks < at,
                         reachable=under.owner >= at,
                         pinned=id(mark) in cache.needed or under.pin >= at,
@@ -190,6 +191,11 @@ def items(
                 here.state = key
             here.mark = at
     return described, things
+
+
+def _holder(holds: list[tuple[int, int | None]], at: int) -> int | None:
+    """The page that holds the last row before ``at``."""
+    return holds[bisect_right(holds, at, key=lambda hold: hold[0]) - 1][1]
 
 
 def _below(order: list[_Node], pins: set[str], leaving: dict[int, int]) -> dict[int, _Below]:

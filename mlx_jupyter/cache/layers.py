@@ -24,6 +24,9 @@ from mlx_jupyter.cache.needs import Needs, Window
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+PINNED = 4096
+"""Bytes that a live state may keep alive beside its own; a page of memory is not worth a copy."""
+
 Rows = tuple[mx.array, ...]
 """Rows of some tokens, the token axis is the last but one: K and V of shape (batch, heads, tokens,
 width), or the packed values, scales and biases of both when the cache is quantized."""
@@ -84,8 +87,9 @@ class RowsLayer:
     def resize(self, total: int) -> None:
         """Move the rows into buffers of ``total`` rows."""
         assert total >= self.offset
-        self._set(tuple(_joined([a[..., : self.offset, :]], total) for a in self.arrays))
-        mx.eval(self.arrays)
+        moved = tuple(_joined([a[..., : self.offset, :]], total) for a in self.arrays)
+        mx.eval(moved)  # while the old ones are held: else their buffers would be used again
+        self._set(moved)
 
     def reserve(self, total: int) -> None:
         """Grow the buffers to ``total`` rows now, so that no append has to copy them later."""
@@ -230,6 +234,16 @@ class StateLayer:
         twin = _mapped(self.cache, compact)
         mx.eval(arrays_in(twin))
         return twin
+
+    def compact(self) -> None:
+        """Let go of the activations that the live arrays are views of, where that is much."""
+
+        def own(array: mx.array) -> mx.array:
+            pinned = mx.get_array_buffer_size(array) - array.nbytes
+            return compact(array) if pinned > PINNED else array
+
+        self.cache.__dict__.update(_mapped(self.cache, own).__dict__)
+        mx.eval(arrays_in(self.cache))
 
     def restore(self, twin: Any) -> None:
         """Become what the snapshot is; it stays as it is (buffers are shared until written)."""

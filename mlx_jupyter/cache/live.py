@@ -167,12 +167,22 @@ class Live:
     def shrink(self) -> None:
         """Give all spare room back."""
         for layer in self.leaves.rows:
-            if layer.arrays:
+            if layer.arrays and layer.capacity > layer.offset:
                 layer.resize(layer.offset)
 
+    def spare_bytes(self, total: int) -> int:
+        """Bytes that ``fit(total)`` would give back."""
+        return sum(
+            sum(a.nbytes for a in layer.arrays) * (layer.capacity - total) // layer.capacity
+            for layer in self.leaves.rows
+            if layer.capacity > 2 * total
+        )
+
     def evaluate(self) -> None:
-        """Wait for everything that was dispatched."""
+        """Wait for everything that was dispatched; states then own no more than themselves."""
         mx.eval(ly.arrays_in(self.layers))
+        for leaf in self.leaves.states:
+            leaf.compact()
 
     def mend_rows(self) -> bool:
         """After a failure: cut the full layers to the recorded ids; False if one is short."""

@@ -156,17 +156,18 @@ def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
         reused=reused,
         restored=start - reused,
         recomputed=found.prompt - start,
-        why=_why(found, start, max(limit, start), furthest),
+        why=_why(found, start, max(places), max(limit, *places), furthest),
     )
 
 
-def _why(found: Match, start: int, limit: int, furthest: int) -> tuple[Cause, ...]:
+def _why(found: Match, start: int, best: int, limit: int, furthest: int) -> tuple[Cause, ...]:
     """Reasons for every token from ``start`` on, in the order of their positions."""
     known = min(found.known, found.prompt - 1)
     steps: tuple[tuple[CauseCode, int, int, str], ...] = (
-        ("snapshot", start, limit, "the nearest place to go on from is token {:,}"),
+        ("cost", start, best, "computing again is faster than reading in, from token {:,}"),
+        ("snapshot", best, limit, "the nearest place to go on from is token {:,}"),
         ("window", limit, furthest, "sliding-window rows are kept up to token {:,}"),
-        ("evicted", furthest, known, "given up to stay within the budget from token {:,}"),
+        ("evicted", furthest, known, "given up from token {:,} on"),
     )
     causes = [
         Cause(code, text.format(at), end - at, at) for code, at, end, text in steps if at < end

@@ -66,10 +66,11 @@ def compacted(stacks: Stacks, start: int, end: int) -> Stacks:
 
 
 def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
-    """Each layer's rows, lazily, in the order that ``stack`` grouped the layers."""
+    """Each layer's rows, as views, in the order that ``stack`` grouped the layers."""
     for arrays in stacks:
         for i in range(int(arrays[0].shape[0])):
-            yield tuple(a[i] for a in arrays)
+            # An index with an integer would copy; a slice is a view.
+            yield tuple(mx.squeeze(a[i : i + 1], 0) for a in arrays)
 
 
 class Tally:

@@ -13,6 +13,7 @@ CauseCode = Literal[
     "first",  # nothing of this prompt was seen before
     "diverged",  # a stored sequence shares a prefix and then differs
     "extended",  # the prompt goes on where the stored sequence ends
+    "cost",  # rows could be read in, but computing them again is faster here
     "evicted",  # the tokens are known but their rows were given up
     "snapshot",  # rows are held, but a layer's state can be restored only at an earlier snapshot
     "window",  # rows are held, but a sliding window's rows only for an earlier position
@@ -58,6 +59,10 @@ class Rates:
     def seen(self, *, prefill: float = 0.0, restore: float = 0.0) -> Rates:
         """With one more measurement of either, in seconds a token."""
         return Rates(_smoothed(self.prefill, prefill), _smoothed(self.restore, restore))
+
+    def doubted(self) -> Rates:
+        """After reading in was passed over: what was measured may not hold for ever."""
+        return Rates(self.prefill, self.restore * 0.9)
 
 
 def _smoothed(old: float, new: float) -> float:

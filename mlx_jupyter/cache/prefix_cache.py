@@ -77,9 +77,9 @@ class PrefixCache:
         self.needed: set[int] = set()
         self._tip: Mark | None = None
 
-    def _empty_trie(self) -> Trie[Page, Strip, Mark]:
+    def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
         self._tally = tally = Tally()
-        return Trie(lambda start, end: Page(start, end, tally))
+        return Trie(lambda start, end: Page(start, end, tally), first)
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -138,11 +138,12 @@ class PrefixCache:
             self.labels[owner] = label or owner
         return Session(self, np.asarray(ids, np.int32), room=room, marks=marks, owner=owner)
 
-    def vacate(self, keep: int) -> None:
+    def vacate(self, keep: int, total: int) -> None:
         """Move what the live cache holds beyond ``keep`` tokens into pages of its own.
 
         What the policy finds least worth its bytes is given up instead. The states of the tip,
-        which the next token changes, are copied.
+        which the next token changes, are copied. Afterwards the live cache is cut to ``total``
+        rows; until then its buffers are held beside the copies.
         """
         path = self._live_path()
         for node in path:
@@ -153,7 +154,8 @@ class PrefixCache:
         sizes = {id(p): p.tokens * row_bytes for p in leaving}
         if self._tip is not None:
             sizes[id(self._tip)] = self.live.state_bytes()
-        self._give_up(self.nbytes() + sum(sizes.values()) - self.budget, sizes)
+        after = self.nbytes() - self.live.spare_bytes(total) + sum(sizes.values())
+        self._give_up(after - self.budget, sizes)
         staying = [page for page in leaving if page.residence == "live"]
         if staying:
             capture(staying, self.live.full_layers(), gpu=self.live.gpu)
@@ -184,7 +186,7 @@ class PrefixCache:
         if offset < node.end:
             self.trie.split_pages(node, offset)
         for step in path:
-            step.uses += 1
+            step.uses += tip is not None
             step.last_used = self.requests
             for page in step.pages:
                 if page.end <= offset:
@@ -286,7 +288,10 @@ class PrefixCache:
         for node in self._live_path():
             for page in node.pages:
                 if page.residence == "live":
-                    page.drop()
+                    if self.live.leaves.rows:
+                        page.drop()
+                    else:
+                        page.capture(())  # without full layers it holds nothing: nothing is lost
         self.forget_live()
 
     def forget_live(self) -> None:
@@ -311,13 +316,35 @@ class PrefixCache:
 
     def fit_live(self) -> None:
         """Between requests: shrink the live cache, or let go of it, when it alone is too large."""
-        if self.live.nbytes() <= self.budget:
+        if self.nbytes() <= self.budget:
             return
         self.live.shrink()
-        if self.live.nbytes() > self.budget:
+        if self.live.nbytes() <= self.budget:
+            return
+        row_bytes = self.live.row_bytes()
+        fits = self.budget // row_bytes // PAGE * PAGE if row_bytes else 0
+        if fits and not self.needs.stateful and not self.needs.windows:
+            self._cut_live(fits)
+        else:
             log.debug("live cache of %d bytes is over the budget: let go", self.live.nbytes())
             self.drop_live()
-            self._prune()
+        self._prune()
+
+    def _cut_live(self, keep: int) -> None:
+        """Give up the rows of the live cache from ``keep`` on."""
+        for node in self._live_path():
+            for page in node.pages:
+                if page.start >= keep and page.residence == "live":
+                    page.drop()
+        self.live.rewind(keep)
+        self.live.shrink()
+
+    def reserve(self, total: int) -> None:
+        """Give the live cache room for ``total`` rows, as far as the budget goes."""
+        row_bytes = self.live.row_bytes()
+        if row_bytes:
+            total = min(total, max(self.live.offset, self.budget // row_bytes))
+        self.live.reserve(total)
 
     def _give_up(self, need: int, leaving: dict[int, int]) -> None:
         if need <= 0:
@@ -351,14 +378,15 @@ class PrefixCache:
         """Forget everything."""
         self._tip = None
         self.live.reset()
-        self.trie = self._empty_trie()
+        # Numbers go on, so that a node is never taken for a forgotten one.
+        self.trie = self._empty_trie(self.trie.next_number)
         mx.clear_cache()
 
     def _prune(self) -> None:
         """Forget the oldest given-up leaves beyond what is kept for explanations."""
         live = {id(n) for n in self._live_path()}
         while ghosts := [
-            n for n in self.trie.nodes() if not n.children and id(n) not in live and _is_ghost(n)
+            n for n in self.trie.nodes() if not n.children and id(n) not in live and self._ghost(n)
         ]:
             ghosts.sort(key=lambda n: n.last_used)
             tokens, count = sum(len(n.tokens) for n in ghosts), len(ghosts)
@@ -368,10 +396,13 @@ class PrefixCache:
             for node in ghosts:
                 if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
                     break
-                if node.children or not _is_ghost(node):
+                if node.children or not self._ghost(node):
                     continue  # a removal before it merged its parent into it
                 tokens, count = tokens - len(node.tokens), count - 1
                 self.trie.remove(node)
+
+    def _ghost(self, node: PathNode) -> bool:
+        return _is_ghost(node, rows=bool(self.live.leaves.rows))
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
@@ -401,8 +432,10 @@ def _by_page(start: int, end: int) -> Iterable[Span]:
         start = stop
 
 
-def _is_ghost(node: PathNode) -> bool:
-    return not _own_bytes(node) and all(p.residence == "gone" for p in node.pages)
+def _is_ghost(node: PathNode, *, rows: bool) -> bool:
+    return not _own_bytes(node) and not (
+        rows and any(page.residence != "gone" for page in node.pages)
+    )
 
 
 def _own_bytes(node: PathNode) -> int:

@@ -36,6 +36,12 @@ ROOM = 512
 PERIOD = 8192
 """Tokens between two periodic marks of a long prefill."""
 
+MEASURED = 256
+"""Tokens below which a measurement says more about fixed costs than about the tokens."""
+
+AHEAD = 2048
+"""Rows that are reserved ahead of a generation, however long it may become."""
+
 SETTLE = 256
 """Decode settles at absolute multiples of this, and before a window loses rows."""
 
@@ -62,14 +68,17 @@ class Session:
         found = cache.match(ids)
         self._cache = cache
         self._ids = ids
-        self._total = -(-(len(ids) + room) // ROOM) * ROOM
+        self._total = _rounded(len(ids) + min(room, AHEAD))
         self._owner = owner
         self.plan: Plan = decide(found, cache.needs, cache.rates)
+        if any(cause.code == "cost" for cause in self.plan.why):
+            cache.rates = cache.rates.doubted()
         self.start = self.plan.cached
         self.node: int | None = None
         self.cancelled = False
         self._cuts = self._places(marks, found.known)
         self._settle_at = 0
+        self._settled(self.start)
 
     def _places(self, marks: Sequence[tuple[int, MarkKind]], known: int) -> dict[int, MarkKind]:
         """Where marks are set: offset → kind. Models of full layers alone need none."""
@@ -115,7 +124,7 @@ class Session:
             cache.release(self._owner)
         cache.needed = {id(thing) for thing in (*pages, *strips, mark)}
         try:
-            cache.vacate(keep)
+            cache.vacate(keep, self._total)
         finally:
             cache.needed = set()
         if not in_place:
@@ -123,14 +132,16 @@ class Session:
             if keep < start:
                 began = cache.now()
                 live.read_in(pages, self._ids[keep:start], self._total)
-                cache.rates = cache.rates.seen(restore=(cache.now() - began) / (start - keep))
+                if start - keep >= MEASURED:
+                    seconds = (cache.now() - began) / (start - keep)
+                    cache.rates = cache.rates.seen(restore=seconds)
                 for page in pages:
                     if page.end <= start:
                         page.now_live()
             live.set_windows(start, strips)
             live.set_states(mark.states if mark else ())
         live.fit(self._total)
-        live.reserve(self._total)
+        cache.reserve(self._total)
 
     def _stored(self, keep: int, start: int) -> tuple[list[Page], list[Strip], Mark | None]:
         """What is read in: pages for ``[keep, start)``, window rows and states for ``start``."""
@@ -165,7 +176,9 @@ class Session:
         if mark is None and at > len(self._ids) and at % MARK_EVERY == 0:
             mark = "periodic"
         self._keep(mark)
-        cache.live.reserve(self._total)
+        if at + SETTLE > self._total:
+            self._total = _rounded(at + AHEAD)
+        cache.reserve(self._total)
         cache.enforce()
 
     def mark(self, kind: MarkKind) -> None:
@@ -174,16 +187,19 @@ class Session:
         self._keep(kind)
 
     def _keep(self, mark: MarkKind | None) -> None:
-        cache, at = self._cache, self._cache.live.offset
-        window = cache.needs.period or SETTLE
-        self._settle_at = min((at // SETTLE + 1) * SETTLE, at + window)
+        cache = self._cache
+        self._settled(cache.live.offset)
         if cache.needs.windows or (mark and cache.needs.stateful):
             cache.record(mark=mark)
             cache.thin(self.start)
 
+    def _settled(self, at: int) -> None:
+        window = self._cache.needs.period or SETTLE
+        self._settle_at = min((at // SETTLE + 1) * SETTLE, at + window)
+
     def measured(self, tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long to prefill; a few tell nothing."""
-        if tokens >= 32:
+        if tokens >= MEASURED:
             self._cache.rates = self._cache.rates.seen(prefill=seconds / tokens)
 
     def __exit__(
@@ -199,8 +215,8 @@ class Session:
             # The answer is whole all the same; what couldn't be recorded is computed again.
             log.warning("the live cache couldn't be recorded and was let go of", exc_info=True)
             self._let_go()
-        cache.enforce()
         cache.fit_live()
+        cache.enforce()
 
     def _record(self, *, failed: bool) -> None:
         cache = self._cache
@@ -211,7 +227,7 @@ class Session:
             # Windows or states may be ahead of the recorded offset: keep the rows and the marks.
             cache.live.windowed = cache.live.offset  # what isn't stored by now can't be trusted
             cache.record(self._owner)
-            cache.vacate(0)
+            cache.vacate(0, 0)
             cache.forget_live()
         else:
             tip: MarkKind = "interrupt" if self.cancelled else "answer"
@@ -234,3 +250,7 @@ class Session:
             log.debug("evaluating the live cache failed", exc_info=True)
             return False
         return live.mend_rows()
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // ROOM) * ROOM

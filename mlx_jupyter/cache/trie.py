@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 PAGE = 256
 """Tokens in a full page; page boundaries are absolute multiples of it."""
@@ -111,17 +111,17 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class Trie(Generic[P, S, M]):
-    """The tree. ``page(start, end)`` makes the pages of new edges."""
+    """The tree. ``page(start, end)`` makes the pages of new edges; ids count from ``first``."""
 
-    def __init__(self, page: Callable[[int, int], P]) -> None:
+    def __init__(self, page: Callable[[int, int], P], first: int = 0) -> None:
         self._page = page
-        self._next = 0
+        self.next_number = first
         self.root: Node[P, S, M] = self._node(None, 0, np.zeros(0, np.int32))
 
     def _node(self, parent: Node[P, S, M] | None, start: int, tokens: np.ndarray) -> Node[P, S, M]:
         tokens.flags.writeable = False
-        node: Node[P, S, M] = Node(self._next, parent, start, tokens)
-        self._next += 1
+        node: Node[P, S, M] = Node(self.next_number, parent, start, tokens)
+        self.next_number += 1
         return node
 
     def match(self, tokens: np.ndarray) -> tuple[Node[P, S, M], int]:
@@ -230,11 +230,6 @@ class Trie(Generic[P, S, M]):
             node = stack.pop()
             yield node
             stack.extend(reversed(node.children.values()))
-
-    def tokens_to(self, node: Node[P, S, M], at: int) -> np.ndarray:
-        """The ids of the path to position ``at`` of ``node``, int32, shape (at,)."""
-        parts: Sequence[np.ndarray] = [n.tokens for n in node.path()]
-        return np.concatenate(parts)[:at] if parts else np.zeros(0, np.int32)
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""

@@ -58,7 +58,7 @@ class NodeView:
     """One node of the trie: the edge ``[start, end)`` that leads to it and what it holds.
 
     Attributes:
-        id: stable over the node's life; 0 is the root.
+        id: stable over the node's life, and never used again.
         start: absolute position of the edge's first token.
         end: one past its last token (the root has ``start == end == 0``).
         tokens: int32, shape (end - start,), read-only.

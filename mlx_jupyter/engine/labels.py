@@ -31,6 +31,7 @@ class Labels:
             made[node.id] = replace(
                 node, text=text, children=tuple(made[c.id] for c in node.children)
             )
-        self._known = known
+        others = {key: text for key, text in self._known.items() if key[0] != view.model}
+        self._known = others | known
         root = replace(view.root, children=tuple(made[c.id] for c in view.root.children))
         return replace(view, root=root)
