@@ -535,3 +535,93 @@ def test_forgetting_given_up_leaves_keeps_what_their_parent_holds(
     cache._prune()
     cache.check()
     assert cache.plan(np.array([*prompt(600), 7], np.int32)).cached == 600
+
+
+class TestBytes:
+    def test_rows_are_read_from_the_stacks_without_a_copy(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        ask(cache, model, prompt(256))
+        ask(cache, model, prompt(256, seed=1))
+        page = next(p for n in cache.trie.nodes() for p in n.pages if p.residence == "device")
+        whole = mx.get_array_buffer_size(page.stacks[0][0])
+        for keys, _ in pages.unstack(page.stacks):
+            mx.eval(keys)
+            assert mx.get_array_buffer_size(keys) == whole  # a view pins the stack
+
+    def test_live_states_own_no_more_than_themselves(self) -> None:
+        model = FakeModel(("state",))
+        cache = new_cache(model)
+        ask(cache, model, prompt(4000), chunk=4096)
+        for leaf in cache.live.leaves.states:
+            for array in ly.arrays_in(leaf.cache):
+                assert mx.get_array_buffer_size(array) <= array.nbytes + ly.PINNED
+
+    def test_room_is_bounded_however_much_may_be_generated(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        ask(cache, model, prompt(10), 1)
+        with cache.open(np.array(prompt(20), np.int32), room=10**9):
+            pass
+        assert max(layer.capacity for layer in cache.live.leaves.rows) <= 20 + 2048 + 512
+
+    def test_a_long_answer_outgrows_its_room(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        run = ask(cache, model, prompt(10), 2600)
+        assert run.tokens == cold(model, prompt(10), 2600)
+        cache.check()
+
+    def test_a_path_over_the_budget_keeps_what_fits(self) -> None:
+        model = FakeModel()
+        probe = new_cache(model)
+        ask(probe, model, prompt(1000), 1)
+        cache = new_cache(model, budget=700 * probe.live.row_bytes())
+        for _ in range(2):
+            run = ask(cache, model, prompt(1000), 3)
+            assert run.tokens == cold(model, prompt(1000), 3)
+            assert cache.nbytes() <= cache.budget
+            cache.check()
+        assert run.cached == 512
+
+    def test_forgotten_prompts_don_t_grow_the_trie_of_any_family(self, model: FakeModel) -> None:
+        cache = new_cache(model, budget=500)
+        for seed in range(200):
+            ask(cache, model, prompt(40, seed=seed), 1, chunk=64)
+            cache.check()
+        first = sum(1 for _ in cache.trie.nodes())
+        for seed in range(200, 400):
+            ask(cache, model, prompt(40, seed=seed), 1, chunk=64)
+        assert sum(1 for _ in cache.trie.nodes()) <= first + 20
+
+    def test_numbers_of_nodes_are_never_used_again(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        ask(cache, model, prompt(30))
+        before = {n.id for n in cache.view().nodes()}
+        cache.clear()
+        ask(cache, model, prompt(30, seed=2))
+        assert not before & {n.id for n in cache.view().nodes()}
+
+    def test_a_request_counts_as_one_use(self, model: FakeModel) -> None:
+        cache = new_cache(model)
+        ask(cache, model, prompt(600), 40)
+        assert [n.uses for n in cache.view().nodes()] == [1]
+
+
+def test_rates_from_a_few_tokens_are_not_believed() -> None:
+    model = FakeModel()
+    cache = new_cache(model)
+    cache.now = iter(range(10**9)).__next__  # every look at the clock is a second later
+    ask(cache, model, prompt(300))
+    ask(cache, model, [*prompt(250), *prompt(40, seed=1)])
+    ask(cache, model, prompt(300))
+    assert cache.rates.restore == 0
+    cache.rates = type(cache.rates)(prefill=1e-3, restore=1.0)
+    for _ in range(200):  # what was once measured is doubted when nothing measures it again
+        ask(cache, model, prompt(600, seed=3), 1)
+        ask(cache, model, prompt(600, seed=4), 1)
+        if cache.plan(np.array(prompt(600, seed=3), np.int32)).restored:
+            break
+    else:
+        pytest.fail("never read in again")

@@ -168,6 +168,7 @@ class Live:
         """Give all spare room back."""
         for layer in self.leaves.rows:
             if layer.arrays and layer.capacity > layer.offset:
+                mx.clear_cache()  # else a larger buffer, free since a moment, would be used again
                 layer.resize(layer.offset)
 
     def spare_bytes(self, total: int) -> int:
