@@ -6,12 +6,9 @@ Everything that touches MLX runs as a job on one thread, in the order of submiss
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import logging
-import threading
 import time
-from operator import index
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
@@ -19,42 +16,43 @@ from mlx_jupyter import blas
 # A real BLAS must be in place before the first import of mlx, which the modules below do.
 blas.ensure()
 
-import mlx.core as mx  # noqa: E402
-
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
+from mlx_jupyter.engine.latch import holding  # noqa: E402
+from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
     Done,
     Failed,
     Loaded,
-    Options,
     Request,
     Ticket,
 )
-from mlx_jupyter.engine.serve import Load, Serve, prompt_ids  # noqa: E402
+from mlx_jupyter.engine.serve import Load, Serve, not_loaded, prompt_ids  # noqa: E402
 from mlx_jupyter.engine.status import MemoryUse, Status  # noqa: E402
-from mlx_jupyter.engine.thread import EngineThread  # noqa: E402
+from mlx_jupyter.engine.stream import Stream  # noqa: E402
+from mlx_jupyter.engine.thread import EngineThread, Job  # noqa: E402
 from mlx_jupyter.engine.workshop import Workshop  # noqa: E402
-from mlx_jupyter.errors import BadRequest, Cancelled, ModelNotFound  # noqa: E402
+from mlx_jupyter.errors import BadRequest, Cancelled, EngineClosed, ModelNotFound  # noqa: E402
+from mlx_jupyter.models.lazy import evaluate  # noqa: E402
 from mlx_jupyter.models.messages import normalise  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.conversation.answer import Answer, Message
-    from mlx_jupyter.engine.request import Event
     from mlx_jupyter.models.info import ModelInfo
 
     Prompt: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
 
-log = logging.getLogger(__name__)
-
 
 class Engine:
     """A kernel-resident engine: models, their prefix caches, and the thread that runs them.
+
+    It ends when it is closed, when nobody holds it or waits for it any more, or with the process.
+    A process that was forked from the one that made it can't use it.
 
     Args:
         model: an ``nn.Module`` of one's own with mlx-lm cache layers; else models are loaded by
@@ -83,16 +81,19 @@ class Engine:
             cache_bytes=cache_bytes, memory_limit=memory_limit, context=context, clock=clock
         )
         self._clock = clock
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}  # single operations only: many threads share it
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # guards _tickets
         self._labels = Labels()
-        self._thread = EngineThread()
-        atexit.register(self.close)
         if model is not None:
-            # Lazy arrays can be evaluated by the thread that made them only: this one.
-            mx.eval(model.parameters())
-            self._thread.call(lambda: self._shop.adopt(model, tokenizer))
+            evaluate(model)  # lazy arrays can be evaluated by the thread that made them only
+        self._thread = EngineThread(at_end=self._shop.abandon)
+        self._finalizer = weakref.finalize(self, _end_for_good, self._thread, self._tickets)
+        if model is not None:
+            try:
+                self._thread.call(lambda: self._shop.adopt(model, tokenizer))
+            except BaseException:
+                self.close()
+                raise
 
     # --- models ------------------------------------------------------------------------------
 
@@ -105,23 +106,35 @@ class Engine:
         Raises:
             ModelNotFound, BadModel, ModelDoesNotFit: it can't be loaded; what was loaded stays.
         """
-        ticket = self.submit_load(name)
+        ticket = self._load_ticket(name)
         try:
+            self._post(ticket, self._load_job)
             ticket.wait()
         except KeyboardInterrupt:
             ticket.cancel()
             raise
         outcome = ticket.outcome
         if isinstance(outcome, Failed):
-            raise outcome.error
+            raise outcome.fresh()
         if isinstance(outcome, Done):
+            if self._thread.closed:
+                raise EngineClosed
             raise Cancelled(outcome.answer)
         assert isinstance(outcome, Loaded)
         return outcome.info
 
     def submit_load(self, name: str) -> Ticket:
         """Queue a load; its events are ``Loading`` and at last ``Loaded`` or ``Failed``."""
-        return self._post(Ticket(Request(model=name)), Load)
+        return self._post(self._load_ticket(name), self._load_job)
+
+    @staticmethod
+    def _load_ticket(name: str) -> Ticket:
+        if not isinstance(name, str) or not name:
+            raise BadRequest(f"A model's name is text, not {name!r}.")
+        return Ticket(Request(model=name))
+
+    def _load_job(self, ticket: Ticket, forget: Callable[[], None]) -> Load:
+        return Load(self._shop, ticket, forget)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Loaded models, the current one first."""
@@ -141,27 +154,27 @@ class Engine:
                 ``Failed`` event).
             EngineClosed: the engine has ended.
         """
-        given = (request.messages, request.text, request.tokens)
-        if sum(x is not None for x in given) != 1:
-            raise BadRequest("A request takes one of messages, text and tokens.")
-        if not any(given):
-            raise BadRequest("The prompt is empty. Write something for the model to answer.")
-        request.options.check()
-        return self._post(Ticket(request), Serve)
+        return self._post(Ticket(request.checked()), self._serve_job)
 
-    def _post(self, ticket: Ticket, job: type[Serve] | type[Load]) -> Ticket:
+    def _serve_job(self, ticket: Ticket, forget: Callable[[], None]) -> Serve:
+        return Serve(self._shop, ticket, forget, self._clock())
+
+    def _post(self, ticket: Ticket, job: Callable[[Ticket, Callable[[], None]], Job]) -> Ticket:
         number = next(self._numbers)
-        with self._lock:
-            self._tickets[number] = ticket
 
         def forget() -> None:
-            with self._lock:
-                self._tickets.pop(number, None)
+            self._tickets.pop(number, None)
 
+        self._tickets[number] = ticket
         try:
-            self._thread.post(job(self._shop, ticket, self._clock(), forget))
-        except BaseException:
+            self._thread.post(job(ticket, forget))
+        except EngineClosed:
             forget()
+            raise
+        except BaseException:
+            # Interrupted, perhaps after the job was queued; then it ends before this call comes.
+            ticket.cancel()
+            self._thread.post(_Then(forget))
             raise
         return ticket
 
@@ -182,24 +195,26 @@ class Engine:
         Raises:
             BadRequest: something is missing, unknown or out of range.
         """
-        common: dict[str, Any] = {
-            "options": Options.of(**options),
-            "model": model,
-            "owner": owner,
-            "label": label,
-        }
         if (prompt is None) == (tokens is None):
             raise BadRequest("Give either a prompt or tokens.")
-        if prompt is None:
-            assert tokens is not None
-            ids = tuple(_token(t) for t in tokens)
-            return Request(tokens=ids, **common)
-        if raw:
-            if not isinstance(prompt, str):
-                raise BadRequest("raw takes the prompt as one text.")
-            return Request(text=prompt, **common)
-        messages = normalise(prompt, system)
-        return Request(messages=messages, **common)
+        if raw and tokens is not None:
+            raise BadRequest("raw goes with a prompt, not with tokens.")
+        if system is not None and (raw or tokens is not None):
+            raise BadRequest("A system prompt goes with messages, not with raw or tokens.")
+        if system is not None and not isinstance(system, str):
+            raise BadRequest(f"system takes text, not {system!r}.")
+        if raw and not isinstance(prompt, str):
+            raise BadRequest("raw takes the prompt as one text.")
+        messages = None if raw or prompt is None else normalise(prompt, system)
+        return Request(
+            messages=messages,
+            text=prompt if raw and isinstance(prompt, str) else None,
+            tokens=tokens,  # type: ignore[arg-type] # checked next
+            options=Options.of(**options),
+            model=model,
+            owner=owner,
+            label=label,
+        ).checked()
 
     def generate(self, prompt: Prompt | None = None, **how: Any) -> Answer:
         """Answer a prompt; waits for the end.
@@ -213,48 +228,42 @@ class Engine:
             BadRequest, ContextOverflow, ModelNotFound, ComputeError: and the like, see ``errors``.
             Cancelled: ``KeyboardInterrupt`` in this thread; the partial answer is in it.
         """
-        ticket = self.submit(self.request(prompt, **how))
+        ticket = Ticket(self.request(prompt, **how))
         try:
+            self._post(ticket, self._serve_job)
             ticket.wait()
         except KeyboardInterrupt:
             ticket.cancel()
             raise Cancelled(ticket.settle()) from None
         return ticket.result()
 
-    def stream(self, prompt: Prompt | None = None, **how: Any) -> Iterator[Event]:
+    def stream(self, prompt: Prompt | None = None, **how: Any) -> Stream:
         """Answer a prompt event by event; arguments as ``generate``'s.
 
-        Closing the iterator cancels the request.
+        Closing or dropping the iterator cancels the request.
 
         Yields:
-            ``Loading``, ``Prefill`` and ``Token`` events, at last ``Done``; a failure is raised.
+            ``Loading``, ``Prefill`` and ``Token`` events, perhaps a ``Tail``, at last ``Done``; a
+            failure is raised.
         """
-        ticket = self.submit(self.request(prompt, **how))
-        return self._follow(ticket)
-
-    @staticmethod
-    def _follow(ticket: Ticket) -> Iterator[Event]:
+        ticket = Ticket(self.request(prompt, **how))
         try:
-            for event in ticket.events():
-                if isinstance(event, Failed):
-                    raise event.error
-                yield event
+            return Stream(self._post(ticket, self._serve_job))
         except KeyboardInterrupt:
             ticket.cancel()
             raise Cancelled(ticket.settle()) from None
-        finally:
-            ticket.cancel()
 
     def plan(self, prompt: Prompt | None = None, **how: Any) -> Plan:
         """How ``generate`` would serve this prompt now; computes nothing, waits for nothing.
 
         Raises:
-            BadRequest: also when no model is loaded yet, since its tokenizer is needed.
+            BadRequest: also when the model isn't loaded yet, since its tokenizer is needed.
+            EngineClosed: the engine has ended.
         """
         request = self.request(prompt, **how)
         loaded = self._shop.find(request.model)
         if loaded is None:
-            raise BadRequest("No model is loaded yet: run %llm load NAME, or a prompt, first.")
+            raise EngineClosed if self._thread.closed else not_loaded(request.model)
         _, ids, _ = prompt_ids(self._shop, loaded, request)
         view = self._shop.published.trees.get(loaded.info.name) or TreeView()
         found = match(view.root, ids, view.live, lambda node: bool(node.active))
@@ -270,8 +279,6 @@ class Engine:
         trees = published.trees.values()
         measured = memory.measured()
         current = published.models[0] if published.models else None
-        with self._lock:
-            waiting = len(self._tickets)
         return Status(
             models=published.models,
             memory=MemoryUse(
@@ -289,7 +296,7 @@ class Engine:
             blas=blas.status(),
             device=measured.device,
             requests=published.requests,
-            waiting=waiting,
+            waiting=len(self._tickets),
             closed=self._thread.ended.is_set(),
         )
 
@@ -300,14 +307,14 @@ class Engine:
             ModelNotFound: no such model is loaded.
         """
         loaded = self._shop.find(model)
-        if loaded is None:
+        tokenizer = loaded.tokenizer if loaded is not None else None
+        if loaded is None or loaded.gone:
             if model is None:
                 return TreeView()
             names = [m.name for m in self.models()]
             raise ModelNotFound(model, [f"loaded: {', '.join(names) or 'none'}"])
         view = self._shop.published.trees.get(loaded.info.name) or TreeView(model=loaded.info.name)
-        with self._shop.tokenizing:
-            return self._labels.fill(view, loaded.tokenizer)
+        return holding(self._shop.tokenizing, lambda: self._labels.fill(view, tokenizer))
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant of a cache is broken (tests, bug reports)."""
@@ -349,13 +356,8 @@ class Engine:
 
     def close(self) -> None:
         """End: cancel what runs, refuse what is queued, free the memory. Idempotent; waits."""
-        atexit.unregister(self.close)
-        with self._lock:
-            running = list(self._tickets.values())
-        for ticket in running:
-            ticket.cancel()
-        self._thread.close()
-        self._shop.abandon()
+        _end(self._thread, self._tickets)
+        self._finalizer.detach()
 
     def __enter__(self) -> Engine:
         return self
@@ -364,10 +366,28 @@ class Engine:
         self.close()
 
 
-def _token(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise BadRequest(f"tokens takes ids (whole numbers), not {value!r}.")
-    token = index(value)
-    if token < 0 or token >= 2**31:
-        raise BadRequest(f"{token} is no token id.")
-    return token
+class _Then:
+    """A job that comes after another one."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.run = function
+
+    def refuse(self, error: Exception) -> None:
+        del error
+        self.run()
+
+
+def _end(thread: EngineThread, tickets: dict[int, Ticket]) -> None:
+    """End an engine's thread; waits."""
+    thread.shut()  # first, so that no request comes in that nobody cancels
+    for ticket in tickets.copy().values():
+        ticket.cancel()
+    thread.close()
+
+
+def _end_for_good(thread: EngineThread, tickets: dict[int, Ticket]) -> None:
+    """At exit, or when the engine was dropped. A busy thread would abort the process's exit."""
+    try:
+        _end(thread, tickets)
+    except KeyboardInterrupt:
+        _end(thread, tickets)

@@ -1,27 +1,32 @@
-"""Waiting that an interrupt can end at any moment without leaving a lock held.
+"""Waiting and excluding that an interrupt can end at any moment without leaving a lock held.
 
-``threading.Event`` and ``Condition`` take their lock in Python code: a ``KeyboardInterrupt`` that
-is raised just after the lock was taken leaves it taken, and whoever sets the event then hangs,
-which here would be the engine. These wait in a queue implemented in C, one for each waiter, so
-that an interrupted waiter leaves nothing but garbage behind.
+A ``KeyboardInterrupt`` can be raised wherever Python code calls something: also between a lock's
+acquisition and the block that would release it (inside ``threading.Event`` and ``Condition``, and
+from Python 3.14 on at any ``with lock``). Whoever wants the lock next then hangs, which here would
+be the engine. So waiters share no lock with the engine: each waits in a queue of its own,
+implemented in C, and what both sides touch are single operations of built-in containers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import threading
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
 
 Bell = queue.SimpleQueue[None]
 """What one waiter waits on."""
+
+T = TypeVar("T")
 
 
 class Latch:
     """An event that is set once and stays set; any number of waiters, any number of times."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # `with` on a C lock can't be interrupted half-way
-        self._waiters: list[Bell] = []
+        self._waiters: set[Bell] = set()
         self._set = False
 
     def is_set(self) -> bool:
@@ -30,22 +35,36 @@ class Latch:
 
     def set(self) -> None:
         """Set it and wake everyone."""
-        with self._lock:
-            self._set = True
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        self._set = True
+        for waiter in self._waiters.copy():
             waiter.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set; False when ``timeout`` seconds passed first."""
+        if self._set:
+            return True
         bell: Bell = queue.SimpleQueue()
-        with self._lock:
-            if self._set:
-                return True
-            self._waiters.append(bell)
         try:
-            bell.get(timeout=timeout)
+            self._waiters.add(bell)
+            if not self._set:  # else it was set before it could see the bell
+                bell.get(timeout=timeout)
         except queue.Empty:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiters.remove(bell)
+            pass
+        finally:
+            self._waiters.discard(bell)
         return self._set
+
+
+def holding(lock: threading.RLock, work: Callable[[], T]) -> T:
+    """Do ``work`` while holding ``lock``; an interrupt at any moment leaves it free.
+
+    The lock knows its owner, so that giving back what wasn't acquired yet is told apart.
+    """
+    try:
+        lock.acquire()
+        return work()
+    finally:
+        try:  # noqa: SIM105 - suppress() would be a call, and thus a place for an interrupt
+            lock.release()
+        except RuntimeError:
+            pass  # interrupted before it was acquired

@@ -8,13 +8,13 @@ never beyond ``max_tokens`` or the context. The cancel flag is looked at between
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_jupyter.engine.request import Prefill, Token
-from mlx_jupyter.engine.stats import Timing, Usage
+from mlx_jupyter.engine.request import Prefill, Tail, Token
+from mlx_jupyter.engine.stats import Moments, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.conversation.answer import Finish
     from mlx_jupyter.engine.request import Ticket
     from mlx_jupyter.engine.sampling import Sampling
+    from mlx_jupyter.engine.stats import Timing
     from mlx_jupyter.engine.text import TextStream
 
 CLEAR_EVERY = 256
@@ -43,7 +44,9 @@ class Run:
         chunk: tokens of a full prefill step.
         ends: ids of end tokens.
         clock: seconds, monotonic.
-        submitted: when the caller submitted it.
+        submitted: when the caller submitted it, for a run without ``moments``.
+        started: when its turn came, likewise.
+        moments: when the phases of its request ended.
         think_end: ids that end the thinking; empty for models that don't think.
     """
 
@@ -57,23 +60,25 @@ class Run:
     text: TextStream
     ticket: Ticket
     clock: Callable[[], float]
-    submitted: float
-    started: float
+    submitted: InitVar[float] = 0.0
+    started: InitVar[float] = 0.0
     think_end: tuple[int, ...] = ()
+    moments: Moments = field(default_factory=lambda: Moments(0.0))
     pieces: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish = "cancelled"
     cached: int = 0
     computed: int = 0
-    _restored: float | None = None
-    _first: float | None = None
-    _last: float | None = None
+
+    def __post_init__(self, submitted: float, started: float) -> None:
+        if self.moments.started is None:
+            self.moments = Moments(submitted, started, started, started)
 
     def __call__(self, session: Session) -> None:
         """Run in an entered session."""
         self.cached = session.start
-        self._restored = self.clock()
+        self.moments.restored = self.clock()
         if self._prefill(session):
             self._decode(session)
         session.cancelled = self.finish == "cancelled"
@@ -134,19 +139,19 @@ class Run:
                     session.mark("thinking")
             if step == 0:
                 self._reached_first(session)
-            self._last = self.clock()
             if value in self.ends:
                 self.finish = "stop"
-                break
-            self._emit(value, float(logprob.item()))  # type: ignore[arg-type]
+                self._release()
+                return
+            self.moments.last = self.clock()
+            self._emit(value, float(logprob.item()), last=not more)  # type: ignore[arg-type]
             if self.text.stopped_by is not None:
                 self.finish = "stop"
-                break
+                return
             if not more:
                 self.finish = "length" if step + 1 == wanted else "cancelled"
-                break
+                return
             token, logprob = following
-        self.pieces.append(self.text.finish())
 
     def _thought(self, token: int) -> bool:
         """Whether this token completes the end of the thinking."""
@@ -154,18 +159,29 @@ class Run:
         return bool(end) and token == end[-1] and (*self.tokens, token)[-len(end) :] == end
 
     def _reached_first(self, session: Session) -> None:
-        self._first = self.clock()
-        assert self._restored is not None
-        session.measured(self.computed, self._first - self._restored)
+        moments = self.moments
+        moments.first = self.clock()
+        assert moments.restored is not None
+        session.measured(self.computed, moments.first - moments.restored)
         self.ticket.emit(Prefill(len(self.ids), len(self.ids), self.cached))
 
-    def _emit(self, token: int, logprob: float) -> None:
+    def _emit(self, token: int, logprob: float, *, last: bool) -> None:
+        """Report a token; the last one brings along the text that is still held back."""
         piece = self.text.add(token)
+        if last:
+            piece += self.text.finish()
         logprob = max(logprob, LOGPROB_FLOOR)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.pieces.append(piece)
         self.ticket.emit(Token(token, piece, logprob))
+
+    def _release(self) -> None:
+        """Report the text that is held back, after an end token."""
+        rest = self.text.finish()
+        if rest:
+            self.pieces.append(rest)
+            self.ticket.emit(Tail(rest))
 
     # --- what it reports ---------------------------------------------------------------------
 
@@ -175,17 +191,6 @@ class Run:
 
     def timing(self) -> Timing:
         """Seconds so far."""
-        now = self.clock()
-        restored = self._restored if self._restored is not None else now
-        first = self._first if self._first is not None else now
-        decoded = max(len(self.tokens) - 1, 0)
-        return Timing(
-            queued=self.started - self.submitted,
-            restore=restored - self.started,
-            prefill=first - restored if self.computed else 0.0,
-            ttft=first - self.submitted if self._first is not None else 0.0,
-            decode=(self._last or first) - first if decoded else 0.0,
-            total=now - self.submitted,
-            prefilled=self.computed,
-            decoded=decoded,
+        return self.moments.timing(
+            self.clock(), prefilled=self.computed, generated=len(self.tokens)
         )

@@ -8,13 +8,16 @@ consumed. The stream is unbounded, so a reader that went away can't hold up the 
 from __future__ import annotations
 
 import queue
-import threading
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_jupyter.conversation.answer import Answer, Message
 from mlx_jupyter.engine.latch import Bell, Latch
+from mlx_jupyter.engine.options import DEFAULTS as DEFAULTS
+from mlx_jupyter.engine.options import Options as Options
+from mlx_jupyter.engine.options import whole
 from mlx_jupyter.errors import BadRequest
+from mlx_jupyter.models.messages import normalise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,97 +25,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.models.info import ModelInfo
 
 Source = Literal["cached", "prefilled", "generated"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Sampling options and limits. ``None`` means the model's default, then ours.
-
-    Attributes:
-        max_tokens: exact upper bound of generated tokens.
-        temperature: 0 is greedy.
-        top_p: nucleus sampling, in (0, 1].
-        top_k: 0 is off.
-        min_p: in [0, 1]; 0 is off.
-        repetition_penalty: > 0; 1 is off. Sees the whole context, cached tokens included.
-        seed: of the sampling; drawn at random when not given.
-        stop: generation ends before any of these strings.
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, **options: Any) -> Options:
-        """Options by name, checked.
-
-        Raises:
-            BadRequest: an unknown name, a wrong type or a value out of range.
-        """
-        known = {f.name for f in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise BadRequest(f"Unknown option {name!r}. Known: {', '.join(sorted(known))}.")
-        stop = options.pop("stop", ()) or ()
-        if isinstance(stop, str):
-            stop = (stop,)
-        made = cls(stop=tuple(stop), **options)
-        made.check()
-        return made
-
-    def check(self) -> None:
-        """Raise ``BadRequest`` when a value has a wrong type or is out of range."""
-        _integer("max_tokens", self.max_tokens, 1, None)
-        _number("temperature", self.temperature, 0, 100)
-        _number("top_p", self.top_p, 0, 1, open_low=True)
-        _integer("top_k", self.top_k, 0, None)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        _integer("seed", self.seed, 0, 2**64 - 1)
-        for s in self.stop:
-            if not isinstance(s, str) or not s:
-                raise BadRequest(f"stop takes non-empty strings, not {s!r}.")
-
-    def over(self, defaults: Options) -> Options:
-        """These options, with what they leave open taken from ``defaults``."""
-        left_open = {
-            f.name: getattr(defaults, f.name)
-            for f in fields(self)
-            if getattr(self, f.name) in (None, ())
-        }
-        return replace(self, **left_open)
-
-
-DEFAULTS = Options(
-    max_tokens=1024, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0
-)
-"""Ours: greedy, so that rerunning a cell gives the same answer unless asked otherwise."""
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRequest(f"{name} takes a number, not {value!r}.")
-    if not low <= value <= high or (open_low and value == low):
-        raise BadRequest(
-            f"{name} must be {'above' if open_low else 'from'} {low} to {high}, not {value}."
-        )
-
-
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRequest(f"{name} takes a whole number, not {value!r}.")
-    if value < low or (high is not None and value > high):
-        raise BadRequest(f"{name} must be at least {low}, not {value}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +51,42 @@ class Request:
     model: str | None = None
     owner: str | None = None
     label: str | None = None
+
+    def checked(self) -> Request:
+        """The request in plain Python values.
+
+        Raises:
+            BadRequest: it is malformed, as far as that can be told without the model.
+        """
+        given = (self.messages, self.text, self.tokens)
+        if sum(x is not None for x in given) != 1:
+            raise BadRequest("A request takes one of messages, text and tokens.")
+        for name in ("text", "model", "owner", "label"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise BadRequest(f"{name} takes text, not {value!r}.")
+        tokens = None if self.tokens is None else _ids(self.tokens)
+        if self.text == "" or tokens == ():
+            raise BadRequest("The prompt is empty. Write something for the model to answer.")
+        messages = None if self.messages is None else normalise(self.messages)
+        return replace(self, messages=messages, tokens=tokens, options=self.options.checked())
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    try:
+        given = tuple(tokens)
+    except TypeError:
+        raise BadRequest(f"tokens takes a list of ids, not {tokens!r}.") from None
+    return tuple(_id(each) for each in given)
+
+
+def _id(value: Any) -> int:
+    token = whole(value)
+    if token is None:
+        raise BadRequest(f"tokens takes ids (whole numbers), not {value!r}.")
+    if not 0 <= token < 2**31:
+        raise BadRequest(f"{token} is no token id.")
+    return token
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +126,13 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """Text that was held back and became certain with the end token; the last before the end."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The end: the answer, also after a cancel (``answer.finish == "cancelled"``)."""
 
@@ -191,6 +146,10 @@ class Failed:
     error: Exception
     answer: Answer | None = None
 
+    def fresh(self) -> Exception:
+        """The error, to raise once more: without the frames that the last raise left in it."""
+        return self.error.with_traceback(None)
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -200,7 +159,7 @@ class Loaded:
 
 
 Terminal = Done | Failed | Loaded
-Event = Loading | Prefill | Token | Terminal
+Event = Loading | Prefill | Token | Tail | Terminal
 
 
 class Ticket:
@@ -211,23 +170,20 @@ class Ticket:
         self.prompt_ids: tuple[int, ...] = ()
         self.model = request.model or ""
         self.seed = 0
-        self._cancel = Latch()
+        self._cancelled = False
         self._ended = Latch()
-        self._lock = threading.Lock()
-        self._readers: list[Bell] = []
+        self._readers: set[Bell] = set()
         self._events: list[Event] = []
 
     # --- the engine's side -------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
         """Append an event; a terminal one ends the ticket. Events after the end are a bug."""
-        with self._lock:
-            assert not self._ended.is_set(), "event after the terminal one"
-            self._events.append(event)
-            readers = list(self._readers)
+        assert not self._ended.is_set(), "event after the terminal one"
+        self._events.append(event)
         if isinstance(event, Terminal):
             self._ended.set()
-        for reader in readers:
+        for reader in self._readers.copy():
             if reader.empty():
                 reader.put(None)
 
@@ -235,12 +191,12 @@ class Ticket:
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next safe point; returns at once."""
-        self._cancel.set()
+        self._cancelled = True
 
     @property
     def cancelled(self) -> bool:
         """Whether a stop was asked for."""
-        return self._cancel.is_set()
+        return self._cancelled
 
     @property
     def ended(self) -> bool:
@@ -269,10 +225,9 @@ class Ticket:
         (both share Python's lock).
         """
         bell: Bell = queue.SimpleQueue()
-        with self._lock:
-            self._readers.append(bell)
         seen = 0
         try:
+            self._readers.add(bell)
             while True:
                 while len(self._events) == seen:
                     bell.get()
@@ -284,8 +239,7 @@ class Ticket:
                 if isinstance(batch[-1], Terminal):
                     return
         finally:
-            with self._lock:
-                self._readers.remove(bell)
+            self._readers.discard(bell)
 
     def result(self, timeout: float | None = None) -> Answer:
         """Wait for the answer.
@@ -298,7 +252,7 @@ class Ticket:
             raise TimeoutError("the request is still running")
         outcome = self.outcome
         if isinstance(outcome, Failed):
-            raise outcome.error
+            raise outcome.fresh()
         assert isinstance(outcome, Done), "a load has no answer"
         return outcome.answer
 
@@ -318,13 +272,22 @@ class Ticket:
 
     def partial(self) -> Answer:
         """What has been generated so far, as a cancelled answer without statistics."""
-        tokens = [e for e in list(self._events) if isinstance(e, Token)]
+        events = self._events.copy()
+        tokens = [e for e in events if isinstance(e, Token)]
+        text = "".join(e.text for e in events if isinstance(e, Token | Tail))
+        ids = tuple(t.id for t in tokens)
         return Answer(
-            text="".join(t.text for t in tokens),
-            tokens=tuple(t.id for t in tokens),
+            text=text,
+            tokens=ids,
             prompt_ids=self.prompt_ids,
             finish="cancelled",
             model=self.model,
             seed=self.seed,
+            messages=self.conversation(text, ids),
             logprobs=tuple(t.logprob for t in tokens),
         )
+
+    def conversation(self, text: str, ids: tuple[int, ...] | None) -> tuple[Message, ...]:
+        """The request's messages with the answer's; none for raw and token prompts."""
+        messages = self.request.messages or ()
+        return (*messages, Message("assistant", text, ids)) if messages else ()

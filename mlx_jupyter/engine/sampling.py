@@ -1,8 +1,8 @@
 """From logits to a token, through mlx-lm's samplers, reproducible per request.
 
 The random key of step i is a pure function of (seed, i): the draws don't depend on what other
-requests did, nor on how much of the prompt was cached. Processors see the whole context, cached
-tokens included.
+requests did, nor on how much of the prompt was cached. Processors see the last tokens of the whole
+context, cached ones included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mlx_jupyter.engine.request import Options
+    from mlx_jupyter.engine.options import Options
 
 PENALTY_WINDOW = 256
 """Tokens that the repetition penalty looks back over."""
@@ -72,7 +72,8 @@ class Sampling:
             mx.random.seed(step_key(self._seed, step))
         token = self._sample(scores)
         if self._processors:
-            self._recent = mx.concatenate([self._recent, token.astype(mx.int32)])
+            recent = mx.concatenate([self._recent, token.astype(mx.int32)])
+            self._recent = recent[-PENALTY_WINDOW:]
         return token, mx.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
 
     def _sample(self, scores: mx.array) -> mx.array:

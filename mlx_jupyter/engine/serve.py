@@ -10,27 +10,29 @@ import logging
 import secrets
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.conversation.answer import Answer, Message
+from mlx_jupyter.conversation.answer import Answer
+from mlx_jupyter.engine.latch import holding
+from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.pipeline import Run
 from mlx_jupyter.engine.request import (
-    DEFAULTS,
     Done,
     Failed,
     Loaded,
     Loading,
-    Options,
     Request,
     Terminal,
     Ticket,
 )
 from mlx_jupyter.engine.sampling import Sampling
+from mlx_jupyter.engine.stats import Moments
 from mlx_jupyter.engine.text import TextStream
 from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, LLMError
 from mlx_jupyter.models.sources import DEFAULT_MODEL, Interrupted
@@ -60,65 +62,113 @@ def prompt_ids(
         BadRequest: the tokenizer is missing, the template refuses, an id is out of range.
     """
     marks: tuple[tuple[int, MarkKind], ...] = ()
+    tokenizer = loaded.tokenizer  # once: another thread may be unloading the model
     if request.tokens is not None:
         ids = request.tokens
-        vocabulary = getattr(getattr(loaded.model, "args", None), "vocab_size", None)
-        if vocabulary and max(ids) >= vocabulary:
-            raise BadRequest(f"Token {max(ids)} is outside the vocabulary of {vocabulary:,}.")
-    elif loaded.tokenizer is None:
+        if loaded.vocabulary and max(ids) >= loaded.vocabulary:
+            raise BadRequest(
+                f"Token {max(ids)} is outside the vocabulary of {loaded.vocabulary:,}."
+            )
+    elif loaded.gone:
+        raise not_loaded(loaded.info.name)
+    elif tokenizer is None:
         raise BadRequest("The model was given without a tokenizer: only tokens= works.")
+    elif request.text is not None:
+        text = request.text
+        ids = holding(shop.tokenizing, lambda: encode_raw(tokenizer, text))
     else:
-        with shop.tokenizing:
-            if request.text is not None:
-                ids = encode_raw(loaded.tokenizer, request.text)
-            else:
-                rendered = render(loaded.tokenizer, request.messages or ())
-                ids, marks = rendered.ids, rendered.marks
+        rendered = holding(shop.tokenizing, lambda: render(tokenizer, request.messages or ()))
+        ids, marks = rendered.ids, rendered.marks
     if not ids:
         raise BadRequest("The prompt is empty. Write something for the model to answer.")
     return ids, np.asarray(ids, np.int32), marks
 
 
+def not_loaded(name: str | None) -> BadRequest:
+    """The error of what needs a model that is there already."""
+    which = "No model is loaded yet" if name is None else f"{name} is not loaded"
+    return BadRequest(f"{which}: run %llm load {name or 'NAME'}, or a prompt, first.")
+
+
 @dataclass(slots=True)
-class Serve:
-    """Serves a ticket's request."""
+class TicketJob(ABC):
+    """What a ticket asks for, as a job: whatever happens, one terminal event.
+
+    Attributes:
+        forget: called just before the end is told.
+    """
 
     shop: Workshop
     ticket: Ticket
-    submitted: float
     forget: Callable[[], None]
-    _running: Run | None = None
-
-    def refuse(self, error: Exception) -> None:
-        """The engine ended before the request's turn came."""
-        self.forget()
-        self.ticket.emit(Failed(error, self.ticket.partial()))
 
     def run(self) -> None:
-        """Serve it; whatever happens, one terminal event."""
-        with _quick_switches():
-            end = self._outcome()
-        _end(self.ticket, end, self.forget)
+        """Do it."""
+        self._end(self._outcome())  # no frame of the try below may be left by then
 
-    def _outcome(self) -> Done | Failed:
+    def _outcome(self) -> Terminal:
         try:
-            return Done(self._answer())
+            return self._done()
         except Interrupted:
-            return Done(self.ticket.partial())
+            return Done(self._partial())
         except LLMError as error:
-            return Failed(error, self._partial())
-        except Exception as error:
-            log.debug("the request failed", exc_info=True)
-            failure = ComputeError(f"{type(error).__name__}: {error}")
+            return self._failed(error)
+        except BaseException as error:  # the model's code may raise anything
+            log.debug("a job failed", exc_info=True)
+            text = str(error)
+            failure = ComputeError(type(error).__name__ + (f": {text}" if text else ""))
             failure.__cause__ = error
-            return Failed(failure, self._partial())
+            return self._failed(failure)
+
+    def refuse(self, error: Exception) -> None:
+        """It isn't done: the engine ended before its turn came."""
+        if not self.ticket.ended:
+            self._end(self._failed(error))
+
+    @abstractmethod
+    def _done(self) -> Terminal:
+        """Do it and say how it ended, or raise."""
+
+    @abstractmethod
+    def _partial(self) -> Answer:
+        """What there is now, with its statistics."""
+
+    def _failed(self, error: Exception) -> Failed:
+        return Failed(error, self._partial())
+
+    def _end(self, end: Terminal) -> None:
+        if isinstance(end, Failed):
+            _detach(end.error)
+        self.forget()
+        self.ticket.emit(end)
+
+
+@dataclass(slots=True)
+class Serve(TicketJob):
+    """Serves a ticket's request.
+
+    Attributes:
+        submitted: when it was submitted, by the shop's clock.
+    """
+
+    submitted: float
+    _moments: Moments = field(init=False)
+    _running: Run | None = None
+
+    def __post_init__(self) -> None:
+        self._moments = Moments(self.submitted)
+
+    def _done(self) -> Done:
+        with _quick_switches():
+            return Done(self._answer())
 
     def _answer(self) -> Answer:
-        ticket, shop = self.ticket, self.shop
+        ticket, shop, moments = self.ticket, self.shop, self._moments
         if ticket.cancelled:
-            return ticket.partial()
-        started = shop.clock()
+            raise Interrupted
+        moments.started = shop.clock()
         loaded = self._model()
+        moments.loaded = shop.clock()
         ticket.model = loaded.info.name
         options = ticket.request.options.over(Options(**loaded.defaults)).over(DEFAULTS)
         ticket.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
@@ -126,11 +176,12 @@ class Serve:
         ticket.prompt_ids = ids
         if len(ids) > loaded.info.context:
             raise ContextOverflow(len(ids), loaded.info.context, loaded.info.context_origin)
-        run = self._running = self._run(loaded, options, ids, started)
+        run = self._running = self._run(loaded, options, ids)
         cache = shop.cache_of(loaded)
         room = min(run.max_tokens, run.limit - len(ids))
         owner, label = ticket.request.owner, ticket.request.label
         mx.reset_peak_memory()
+        moments.rendered = shop.clock()
         try:
             with cache.open(id_array, room=room, marks=marks, owner=owner, label=label) as session:
                 run(session)
@@ -141,11 +192,10 @@ class Serve:
         return self._made(run, session.plan, session.node)
 
     def _partial(self) -> Answer:
-        """What there was when the request failed, with its statistics."""
-        answer = self.ticket.partial()
-        if self._running is None:
-            return answer
-        return replace(answer, usage=self._running.usage(), timing=self._running.timing())
+        run, answer = self._running, self.ticket.partial()
+        if run is None:
+            return replace(answer, timing=self._moments.timing(self.shop.clock()))
+        return replace(answer, usage=run.usage(), timing=run.timing())
 
     def _model(self) -> LoadedModel:
         """The model that the request names, loaded if need be."""
@@ -161,9 +211,7 @@ class Serve:
     def _cancelled(self) -> bool:
         return self.ticket.cancelled
 
-    def _run(
-        self, loaded: LoadedModel, options: Options, ids: tuple[int, ...], started: float
-    ) -> Run:
+    def _run(self, loaded: LoadedModel, options: Options, ids: tuple[int, ...]) -> Run:
         tokenizer = loaded.tokenizer
         if options.stop and tokenizer is None:
             raise BadRequest("The model was given without a tokenizer: stop strings don't work.")
@@ -179,18 +227,14 @@ class Serve:
             text=TextStream(tokenizer.detokenizer if tokenizer is not None else None, options.stop),
             ticket=self.ticket,
             clock=self.shop.clock,
-            submitted=self.submitted,
-            started=started,
             think_end=tuple(getattr(tokenizer, "think_end_tokens", None) or ()),
+            moments=self._moments,
         )
 
     def _made(self, run: Run, plan: Plan, node: int | None) -> Answer:
         text = "".join(run.pieces)
         tokens = tuple(run.tokens)
-        messages = self.ticket.request.messages or ()
-        if messages:
-            kept = None if run.text.stopped_by is not None else tokens
-            messages = (*messages, Message("assistant", text, kept))
+        kept = None if run.text.stopped_by is not None else tokens
         return Answer(
             text=text,
             tokens=tokens,
@@ -201,7 +245,7 @@ class Serve:
             model=self.ticket.model,
             seed=self.ticket.seed,
             stopped_by=run.text.stopped_by,
-            messages=messages,
+            messages=self.ticket.conversation(text, kept),
             why=plan.why,
             logprobs=tuple(run.logprobs),
             node=node,
@@ -210,59 +254,34 @@ class Serve:
 
 
 @dataclass(slots=True)
-class Load:
+class Load(TicketJob):
     """Loads the model that a ticket names."""
 
-    shop: Workshop
-    ticket: Ticket
-    submitted: float
-    forget: Callable[[], None]
+    def _done(self) -> Loaded:
+        if self.ticket.cancelled:
+            raise Interrupted
+        loaded = self.shop.load(
+            self.ticket.request.model or DEFAULT_MODEL,
+            lambda text, done, total: self.ticket.emit(Loading(text, done, total)),
+            lambda: self.ticket.cancelled,
+        )
+        return Loaded(loaded.info)
 
-    def refuse(self, error: Exception) -> None:
-        """The engine ended before the load's turn came."""
-        self.forget()
-        self.ticket.emit(Failed(error))
+    def _partial(self) -> Answer:
+        return self.ticket.partial()
 
-    def run(self) -> None:
-        """Load it; whatever happens, one terminal event."""
-        end = self._outcome()
-        _end(self.ticket, end, self.forget)
-
-    def _outcome(self) -> Loaded | Done | Failed:
-        try:
-            if self.ticket.cancelled:
-                raise Interrupted
-            loaded = self.shop.load(
-                self.ticket.request.model or DEFAULT_MODEL,
-                lambda text, done, total: self.ticket.emit(Loading(text, done, total)),
-                lambda: self.ticket.cancelled,
-            )
-            return Loaded(loaded.info)
-        except Interrupted:
-            return Done(self.ticket.partial())
-        except Exception as error:
-            if isinstance(error, LLMError):
-                return Failed(error)
-            log.debug("the load failed", exc_info=True)
-            failure = ComputeError(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return Failed(failure)
-
-
-def _end(ticket: Ticket, end: Terminal, forget: Callable[[], None]) -> None:
-    """Send the terminal event."""
-    if isinstance(end, Failed):
-        _detach(end.error)
-    forget()
-    ticket.emit(end)
+    def _failed(self, error: Exception) -> Failed:
+        return Failed(error)
 
 
 def _detach(error: BaseException) -> None:
     """Clear the frames of a kept error: their locals would keep arrays alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 @contextmanager

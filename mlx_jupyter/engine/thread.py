@@ -2,25 +2,32 @@
 
 MLX's streams and random state are per thread, so that loading, cache creation and generation must
 share one. A job never raises into the thread: it reports to whoever posted it. A thread that is
-busy in MLX when the interpreter exits aborts the process, so ``close`` (registered with atexit by
-the engine) lets it drain its streams first.
+busy in MLX when the interpreter exits aborts the process, so the engine closes it first. It
+doesn't survive a fork: in the child it has ended.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+import weakref
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from mlx_jupyter.engine.latch import Latch
-from mlx_jupyter.errors import EngineClosed
+from mlx_jupyter.engine.latch import Latch, holding
+from mlx_jupyter.errors import ComputeError, EngineClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+FORKED = (
+    "MLX can't be used in a process forked from one that ran it. "
+    "Start a fresh process, as multiprocessing's 'spawn' does."
+)
 
 
 class Job(Protocol):
@@ -30,7 +37,7 @@ class Job(Protocol):
         """Do it; report success and failure to the one who waits for it."""
 
     def refuse(self, error: Exception) -> None:
-        """The thread ended before the job's turn came."""
+        """It can't be done, or not to its end: report this, unless something was reported."""
 
 
 class _Call:
@@ -50,8 +57,9 @@ class _Call:
         self._done.set()
 
     def refuse(self, error: Exception) -> None:
-        self._error = error
-        self._done.set()
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
 
     def result(self) -> object:
         self._done.wait()
@@ -61,15 +69,36 @@ class _Call:
 
 
 class EngineThread:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, name: str = "mlx-engine") -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # orders post against close
-        self._closed = False
+    Args:
+        at_end: called on the thread as its last work.
+        name: of the thread.
+
+    Attributes:
+        ended: set when no job will run any more.
+
+    Raises:
+        EngineClosed: this process was forked from one that had such a thread.
+    """
+
+    def __init__(self, at_end: Callable[[], None], name: str = "mlx-engine") -> None:
+        if _fork.is_child:
+            raise EngineClosed(FORKED)
         self.ended = Latch()
+        self._at_end = at_end
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._gate = threading.RLock()  # orders post against shut
+        self._closed = False
+        self._running: Job | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        _fork.threads.add(self)
         self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more jobs."""
+        return self._closed
 
     def post(self, job: Job) -> None:
         """Queue a job.
@@ -77,10 +106,13 @@ class EngineThread:
         Raises:
             EngineClosed: the thread takes no more jobs.
         """
-        with self._gate:
+
+        def put() -> None:
             if self._closed:
-                raise EngineClosed
+                raise EngineClosed(FORKED) if _fork.is_child else EngineClosed()
             self._jobs.put(job)
+
+        holding(self._gate, put)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function there and give what it returns or raises.
@@ -93,36 +125,100 @@ class EngineThread:
         self.post(call)
         return call.result()  # type: ignore[return-value]
 
+    def shut(self) -> None:
+        """Take no more jobs and refuse what is queued; returns at once. Idempotent."""
+
+        def put() -> None:
+            self._closed = True
+            self._jobs.put(None)
+
+        holding(self._gate, put)
+
     def close(self) -> None:
-        """Refuse what is queued, let the running job end, drain MLX, end. Idempotent; waits."""
-        with self._gate:
-            first, self._closed = not self._closed, True
-            if first:
-                self._jobs.put(None)
+        """Shut, let the running job end, drain MLX, end. Idempotent; waits.
+
+        On the thread itself (an engine's last reference may go there) it can't wait.
+        """
+        self.shut()
         if threading.current_thread() is not self._thread:
             self.ended.wait()
             # The thread is past its last statement; without this the interpreter's own teardown
             # could still find it running.
             self._thread.join()
 
+    def forked(self) -> None:
+        """In a forked child: the thread isn't there, whoever held the gate neither."""
+        self._gate = threading.RLock()
+        self._closed = True
+        if self._running is not None:
+            _refuse(self._running, EngineClosed(FORKED))
+        self._refuse_rest(EngineClosed(FORKED))
+        self.ended.set()
+
     def _loop(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 if self._closed:
-                    job.refuse(EngineClosed())
+                    _refuse(job, EngineClosed())
                     continue
+                self._running = job
                 try:
                     job.run()
-                except BaseException:
+                except BaseException as error:
                     log.exception("a job let an error through")
-                del job
+                    _refuse(job, ComputeError(f"{type(error).__name__}: {error}"))
+                self._running = job = None
         finally:
-            self._drain()
-            self.ended.set()
+            try:
+                self.shut()
+                self._refuse_rest(EngineClosed())
+                self._drain()
+            except BaseException:
+                log.exception("the engine's thread didn't end in order")
+            finally:
+                self.ended.set()
 
-    @staticmethod
-    def _drain() -> None:
+    def _refuse_rest(self, error: EngineClosed) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if job is not None:
+                _refuse(job, error)
+
+    def _drain(self) -> None:
         import mlx.core as mx
 
-        mx.synchronize()
-        mx.clear_streams()
+        try:
+            self._at_end()
+        finally:
+            mx.synchronize()
+            mx.clear_cache()
+            mx.clear_streams()
+
+
+def _refuse(job: Job, error: Exception) -> None:
+    try:
+        job.refuse(error)
+    except BaseException:
+        log.exception("a job can't be refused")
+
+
+class _Fork:
+    """What a forked child has to know."""
+
+    def __init__(self) -> None:
+        self.threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+        self.is_child = False
+
+    def in_child(self) -> None:
+        """MLX's own threads are missing, and evaluating anything would wait for them for ever."""
+        for thread in list(self.threads):
+            self.is_child = True
+            thread.forked()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fork.in_child)

@@ -57,7 +57,7 @@ class Workshop:
         self.clock = clock
         self.trace = TraceWriter(trace) if trace is not None else None
         self.published = Published()
-        self.tokenizing = threading.Lock()  # fast tokenizers can't be used by two threads at once
+        self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
         self._cache_bytes = cache_bytes
         self._memory_limit = memory_limit
         self._limited = False
@@ -185,9 +185,9 @@ class Workshop:
             cache.check()
 
     def abandon(self) -> None:
-        """After the thread has ended: let go of every array and file."""
+        """At the end: let go of every array and file."""
         if self.trace is not None:
             self.trace.close()
-        self._caches = {}
-        self._pool = ModelPool()
+        self._pool.unload()
         self.published = Published(requests=self.published.requests)
+        allocator.trim()

@@ -20,6 +20,7 @@ from mlx_jupyter import blas
 from mlx_jupyter.errors import BadModel, ModelDoesNotFit
 from mlx_jupyter.models import limits, memory, precision, sources, tensors
 from mlx_jupyter.models.info import ModelInfo
+from mlx_jupyter.models.lazy import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ class LoadedModel:
         defaults: the model's own defaults, by the option names of ``engine.request.Options``.
         aliases: other names it answers to.
         vocabulary: token ids below this are valid; 0 when that isn't known.
+
+    Once it is unloaded, ``model`` and ``tokenizer`` are None for whoever still holds it.
     """
 
     info: ModelInfo
@@ -49,6 +52,11 @@ class LoadedModel:
     defaults: dict[str, Any] = field(default_factory=dict)
     aliases: frozenset[str] = frozenset()
     vocabulary: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was unloaded; looked at after ``tokenizer``, it tells why that is None."""
+        return self.model is None
 
 
 class ModelPool:
@@ -106,11 +114,9 @@ class ModelPool:
             tokenizer: a ``TokenizerWrapper``, a plain transformers tokenizer, or None.
             name: its short name; one that is taken is replaced.
         """
-        import mlx.core as mx
-
         import_mlx_lm()
         self._remove([m for m in self._models if m.info.name == name])
-        mx.eval(model.parameters())
+        evaluate(model)
         config = limits.config_of(model)
         return self._admit(model, _wrapped(tokenizer), config, name=name, source=GIVEN)
 
@@ -242,7 +248,9 @@ class ModelPool:
             self.on_unload(loaded)
             names.append(loaded.info.name)
             # Whoever still holds the entry must not hold the weights.
-            del loaded.model, loaded.tokenizer, loaded
+            loaded.model = None
+            loaded.tokenizer = None
+            del loaded
         if names:
             gc.collect()
             mx.clear_cache()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 
-from mlx_jupyter.engine.request import Loading, Prefill, Token
+from mlx_jupyter.engine.request import Loading, Prefill, Tail, Token
 from mlx_jupyter.notebook.markdown import plain, safe_markdown
 
 if TYPE_CHECKING:
@@ -109,13 +109,23 @@ class _Collecting:
         self.progress = ""
 
     def take(self, events: Sequence[Event]) -> str:
-        """Remember the events; the text that is new."""
-        new = [event.text for event in events if isinstance(event, Token)]
+        """Remember the events; what they add to the shown text."""
+        new = ""
         for event in events:
             if isinstance(event, Loading | Prefill):
                 self.progress = progress(event)
-        self.pieces += new
-        return "".join(new)
+            elif isinstance(event, Token | Tail):
+                new += self._piece(event)
+        return new
+
+    def _piece(self, event: Token | Tail) -> str:
+        """Keep a piece; what it adds to the text. A tail belongs to the token before it."""
+        bounded = self.view == "tokens" and isinstance(event, Token) and bool(self.pieces)
+        if isinstance(event, Token) or not self.pieces:
+            self.pieces.append(event.text)
+        else:
+            self.pieces[-1] += event.text
+        return BOUNDARY * bounded + event.text
 
     def text(self, whole: str | None = None) -> str:
         """What to show: the answer's own text, or its tokens with visible boundaries."""
@@ -199,12 +209,7 @@ class Terminal(_Collecting):
             if isinstance(event, Loading) and event.text != self._loading:
                 self._loading = event.text
                 self._write(f"{event.text}…\n")
-        begun = bool(self.pieces)
-        new = self.take(events)
-        if self.view == "tokens":
-            pieces = [event.text for event in events if isinstance(event, Token)]
-            new = "".join(BOUNDARY * (begun or i > 0) + piece for i, piece in enumerate(pieces))
-        self._write(new)
+        self._write(self.take(events))
 
     def finish(self, text: str, footer: str) -> None:
         """Write what is missing of the text, then the footer on a line of its own."""
