@@ -170,7 +170,7 @@ class Ticket:
         self.prompt_ids: tuple[int, ...] = ()
         self.model = request.model or ""
         self.seed = 0
-        self._cancelled = False
+        self._cancel = Latch()
         self._ended = Latch()
         self._readers: set[Bell] = set()
         self._events: list[Event] = []
@@ -191,12 +191,12 @@ class Ticket:
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next safe point; returns at once."""
-        self._cancelled = True
+        self._cancel.set()
 
     @property
     def cancelled(self) -> bool:
         """Whether a stop was asked for."""
-        return self._cancelled
+        return self._cancel.is_set()
 
     @property
     def ended(self) -> bool:
