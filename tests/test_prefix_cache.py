@@ -124,11 +124,11 @@ class TestTheFakeModelNotices:
         keys, values = page.stacks[0]
         if harm == "swap":
             order = mx.array([0, 2, 1, *range(3, page.tokens)])
-            keys = keys[:, :, :, order]
+            keys = keys[:, :, order]
         elif harm == "stale":
-            values[0, :, :, 5] = values[0, :, :, 4]
+            values[0, :, 5] = values[0, :, 4]
         elif harm == "missing":
-            keys[1, :, :, 7] = 0
+            keys[1, :, 7] = 0
         else:
             values = values[::-1]
         page.stacks = ((keys, values),)

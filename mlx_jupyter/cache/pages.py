@@ -7,7 +7,7 @@ in arrays of its own, since a live window soon loses them. A *mark* holds the st
 at one offset.
 
 Rows are stored stacked over the layers that are alike, so that a long conversation is few buffers:
-for each group of layers its arrays with a leading axis (layers,).
+for each group of layers its arrays with the layers on the leading axis, in place of the batch of 1.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def stack(layers: Sequence[ly.RowsLayer | ly.WindowLayer], start: int, end: int)
 
 
 def _stacked(arrays: list[mx.array]) -> mx.array:
-    # A stack of one is only a reshape and would keep the whole live buffer.
-    return ly.compact(arrays[0])[None] if len(arrays) == 1 else mx.stack(arrays)
+    # One array alone wouldn't be copied and would keep the whole live buffer.
+    return ly.compact(arrays[0]) if len(arrays) == 1 else mx.concatenate(arrays, axis=0)
 
 
 def compacted(stacks: Stacks, start: int, end: int) -> Stacks:
@@ -68,9 +68,8 @@ def compacted(stacks: Stacks, start: int, end: int) -> Stacks:
 def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
     """Each layer's rows, as views, in the order that ``stack`` grouped the layers."""
     for arrays in stacks:
-        for i in range(int(arrays[0].shape[0])):
-            # An index with an integer would copy; a slice is a view.
-            yield tuple(mx.squeeze(a[i : i + 1], 0) for a in arrays)
+        # One call for all layers: a slice each would cost more than the copy that follows.
+        yield from zip(*(mx.split(a, int(a.shape[0]), axis=0) for a in arrays), strict=True)
 
 
 class Tally:
