@@ -84,12 +84,11 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}  # single operations only: many threads share it
         self._numbers = itertools.count(1)
         self._labels = Labels()
-        if model is not None:
-            evaluate(model)  # lazy arrays can be evaluated by the thread that made them only
         self._thread = EngineThread(at_end=self._shop.abandon)
         self._finalizer = weakref.finalize(self, _end_for_good, self._thread, self._tickets)
         if model is not None:
             try:
+                evaluate(model)  # lazy arrays can be evaluated by the thread that made them only
                 self._thread.call(lambda: self._shop.adopt(model, tokenizer))
             except BaseException:
                 self.close()
