@@ -9,7 +9,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 
 from mlx_jupyter.cache.plan import Cause, Plan
 from mlx_jupyter.conversation.answer import Answer
-from mlx_jupyter.engine.request import Done, Loading, Prefill, Request, Ticket, Token
+from mlx_jupyter.engine.request import Done, Loading, Prefill, Request, Tail, Ticket, Token
 from mlx_jupyter.engine.stats import Timing, Usage
 from mlx_jupyter.notebook import display
 from mlx_jupyter.notebook.footer import duration, footer, plan_line
@@ -79,6 +79,21 @@ def test_views(notebook):
     screen.show(tokens("x"))
     screen.finish("x", "f")
     assert notebook.display_pub.messages == []
+
+
+def test_a_tail_belongs_to_the_last_token(notebook, capsys):
+    events = [*tokens("Hello ", "<b"), Tail(">")]
+    for view, wanted in (("text", "Hello <b>"), ("tokens", "Hello │<b>")):
+        notebook.display_pub = FrontEnd()
+        screen = display.screen_for(notebook, view)
+        screen.show(events)
+        screen.finish("Hello <b>", "")
+        assert list(notebook.display_pub.outputs.values()) == [{"text/plain": wanted}]
+        terminal = display.Terminal(view)
+        terminal.show(events[:1])
+        terminal.show(events[1:])
+        terminal.finish("Hello <b>", "")
+        assert capsys.readouterr().out == wanted + "\n"
 
 
 def test_nothing_is_published_before_there_is_something(notebook):

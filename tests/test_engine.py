@@ -10,11 +10,16 @@ import threading
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import mlx_jupyter.errors as err
 from fakes import FakeModel, cold, fake_engine
-from mlx_jupyter.engine.request import Done, Failed, Options, Prefill, Request, Ticket, Token
+from mlx_jupyter.engine import serve
+from mlx_jupyter.engine.options import Options
+from mlx_jupyter.engine.request import Done, Failed, Prefill, Request, Tail, Ticket, Token
+from mlx_jupyter.engine.sampling import Sampling
+from mlx_jupyter.engine.workshop import Workshop
 from probes import HANG, PHASES, Gate, Probe
 
 
@@ -81,6 +86,56 @@ class TestCounts:
             again = engine.generate(tokens=prompt(101), max_tokens=1)
             assert (again.timing.prefill, again.usage.prefilled) == (1, 1)
 
+    def test_what_comes_before_the_restore_is_told_apart(self, model, monkeypatch) -> None:
+        now = [0.0]
+
+        def after(seconds: int, function):
+            def wrapped(*args):
+                now[0] += seconds
+                return function(*args)
+
+            return wrapped
+
+        monkeypatch.setattr(serve, "prompt_ids", after(50, serve.prompt_ids))
+        monkeypatch.setattr(Workshop, "find", after(7, Workshop.find))
+        with fake_engine(model, clock=lambda: now[0]) as engine:
+            timing = engine.generate(tokens=prompt(20), max_tokens=2).timing
+        assert (timing.queued, timing.load, timing.render, timing.restore) == (0, 7, 50, 0)
+        assert timing.total == 57
+
+    def test_an_end_tokens_step_is_in_neither_half_of_the_decode_rate(self) -> None:
+        now = [0.0]
+        every = next(k for k in range(2, 99) if len(cold(FakeModel(eos_every=k), [97], 9)) == 3)
+        model = FakeModel(eos_every=every)
+        with fake_engine(model, clock=lambda: now[0]) as engine:
+
+            def tick(n: int) -> None:
+                now[0] += 1
+
+            model.before_call = tick
+            answer = engine.generate(tokens=[97], max_tokens=99)
+        assert (len(answer.tokens), answer.finish) == (3, "stop")
+        assert (answer.timing.decoded, answer.timing.decode) == (2, 2)
+        assert answer.timing.decode_tps == 1
+
+    @pytest.mark.parametrize("how", ["cancelled", "failed"])
+    def test_a_request_that_never_ran_reports_too(self, model, how: str) -> None:
+        now = [0.0]
+        gate = model.before_call = Gate()
+        with fake_engine(model, clock=lambda: now[0]) as engine:
+            engine.submit(engine.request("first", max_tokens=1))
+            assert gate.reached.wait(HANG)
+            ticket = engine.submit(engine.request("hi", model="none" if how == "failed" else None))
+            if how == "cancelled":
+                ticket.cancel()
+            now[0] = 9.0
+            gate.open.set()
+            assert ticket.wait(HANG)
+        answer = ticket.outcome.answer
+        assert (answer.timing.queued, answer.timing.total) == (9, 9)
+        assert (answer.prompt_ids, answer.usage.prompt) == ((), 0)
+        assert [(m.role, m.content) for m in answer.messages] == [("user", "hi"), ("assistant", "")]
+
     @pytest.mark.parametrize("n", [1, 2, 5])
     def test_max_tokens_is_exact(self, engine, n: int) -> None:
         answer = engine.generate("go", max_tokens=n)
@@ -143,79 +198,38 @@ class TestText:
 
     def test_a_possible_stop_string_is_released_at_the_end(self, engine) -> None:
         whole = engine.generate("story", max_tokens=12).text
-        answer = engine.generate("story", max_tokens=12, stop=whole[-3:] + "!")
-        assert answer.text == whole
+        events = list(engine.stream("story", max_tokens=12, stop=whole[-3:] + "!"))
+        assert events[-1].answer.text == whole
+        assert "".join(e.text for e in events if isinstance(e, Token)) == whole
 
+    def test_text_held_back_until_the_end_token_is_the_tail(self) -> None:
+        model = FakeModel(eos_every=7)
+        with fake_engine(model) as engine:
+            whole = engine.generate("story", max_tokens=200)
+            assert whole.finish == "stop"
+            ticket = engine.submit(engine.request("story", stop=[whole.text[-2:] + "!"]))
+            *_, tail, done = ticket.events()
+            assert (tail, done.answer.text) == (Tail(whole.text[-2:]), whole.text)
+            assert ticket.partial().text == whole.text
+            assert ticket.partial().messages == done.answer.messages
 
-class TestSampling:
-    def test_a_seed_gives_the_same_tokens_with_and_without_cache(self, engine) -> None:
-        how = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3, "max_tokens": 20}
-        first = engine.generate("draw", seed=7, **how)
-        engine.generate("something else", temperature=1.0, max_tokens=3)
-        warm = engine.generate("draw", seed=7, **how)
-        engine.clear()
-        again = engine.generate("draw", seed=7, **how)
-        other = engine.generate("draw", seed=8, **how)
-        assert first.tokens == warm.tokens == again.tokens != other.tokens
-        assert warm.usage.cached > 0
-        assert again.usage.cached == 0
+    def test_a_stop_string_that_only_the_end_completes(self, engine, monkeypatch) -> None:
+        class Late:
+            """A detokenizer that gives everything at the end."""
 
-    def test_without_a_seed_one_is_drawn_and_told(self, engine) -> None:
-        first = engine.generate("draw", temperature=1.0, max_tokens=20)
-        again = engine.generate("draw", temperature=1.0, max_tokens=20, seed=first.seed)
-        assert first.tokens == again.tokens
+            last_segment = ""
 
-    def test_temperature_zero_is_greedy(self, engine, model) -> None:
-        answer = engine.generate(tokens=prompt(9), temperature=0, max_tokens=9)
-        assert list(answer.tokens) == cold(model, prompt(9), 9)
+            def add_token(self, token: int) -> None: ...
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_p", 2),
-            ("top_k", -1), ("top_k", 1.5), ("min_p", -0.1), ("max_tokens", 0),
-            ("max_tokens", True), ("seed", -1), ("stop", [""]), ("repetition_penalty", 0),
-            ("colour", "red"),
-        ],
-    )  # fmt: skip
-    def test_a_wrong_option_is_one_clear_line(self, engine, name: str, value: object) -> None:
-        with pytest.raises(err.BadRequest, match=name) as caught:
-            engine.generate("x", **{name: value})
-        assert "\n" not in str(caught.value)
+            def finalize(self) -> None:
+                self.last_segment = "abc STOP"
 
-    def test_top_k_beyond_the_vocabulary_is_all_of_it(self, engine) -> None:
-        answer = engine.generate("x", temperature=1.0, top_k=10**6, max_tokens=3)
-        assert len(answer.tokens) == 3
-
-
-class TestBadRequests:
-    @pytest.mark.parametrize(
-        "how",
-        [
-            {"prompt": ""}, {"prompt": "  \n "}, {"prompt": []}, {"tokens": []}, {},
-            {"prompt": "x", "tokens": [1]}, {"tokens": [-1]}, {"tokens": ["a"]},
-            {"prompt": [{"role": "robot", "content": "x"}]}, {"prompt": [1], "raw": True},
-        ],
-    )  # fmt: skip
-    def test_are_refused_and_nothing_is_lost(self, engine, how: dict) -> None:
-        kept = engine.generate("kept", max_tokens=2)
-        with pytest.raises(err.BadRequest):
-            engine.generate(**how)
-        assert engine.generate("kept", max_tokens=2).usage.prefilled == 1
-        assert kept.text
-
-    def test_an_unknown_model(self, engine) -> None:
-        with pytest.raises(err.ModelNotFound):
-            engine.generate("x", model="no-such-model")
-        assert engine.generate("x", max_tokens=1).tokens
-
-    def test_without_a_tokenizer_only_tokens_work(self, model) -> None:
-        from mlx_jupyter.engine.engine import Engine
-
-        with Engine(model) as engine:
-            assert engine.generate(tokens=[1, 2, 3], max_tokens=2).usage.generated == 2
-            with pytest.raises(err.BadRequest, match="tokenizer"):
-                engine.generate("x")
+        tokenizer = engine._shop.find(None).tokenizer
+        monkeypatch.setattr(type(tokenizer), "detokenizer", property(lambda self: Late()))
+        *_, done = events = list(engine.stream("x", max_tokens=4, stop="STOP"))
+        assert (done.answer.text, done.answer.finish) == ("abc ", "stop")
+        assert (done.answer.stopped_by, done.answer.messages[-1].ids) == ("STOP", None)
+        assert "".join(e.text for e in events if isinstance(e, Token)) == "abc "
 
 
 class TestErrors:
@@ -239,8 +253,6 @@ class TestErrors:
         assert engine.generate("fine", max_tokens=4).text == before.text
 
     def test_an_exception_in_the_sampler(self, engine, monkeypatch) -> None:
-        from mlx_jupyter.engine.sampling import Sampling
-
         with monkeypatch.context() as patch:
             patch.setattr(Sampling, "_sample", lambda *_: 1 / 0)
             with pytest.raises(err.ComputeError, match="ZeroDivisionError"):
@@ -348,8 +360,6 @@ class TestWaiting:
             assert sum(c.tokens for c in answer.why) == answer.usage.prefilled
 
     def test_five_hundred_requests_stay_within_the_budget(self, model) -> None:
-        import mlx.core as mx
-
         with fake_engine(model, cache_bytes=200_000) as engine:
             engine.generate("warm up", max_tokens=2)
             for i in range(500):
