@@ -503,12 +503,13 @@ class TestEnd:
         with pytest.raises(AssertionError):
             ticket.emit(Prefill(0, 1, 0))
 
-    @pytest.mark.parametrize("how", ["idle", "busy", "queued", "forgotten"])
+    @pytest.mark.parametrize("how", ["idle", "busy", "queued", "forgotten", "dropped"])
     def test_the_process_ends_with_status_zero(self, how: str) -> None:
         script = {
             "idle": "e.generate('x', max_tokens=3)",
             "busy": "r = e.stream('x', max_tokens=4000); next(r)",
             "queued": "[e.submit(e.request('x', max_tokens=500)) for _ in range(20)]",
+            "dropped": "e = e.submit(e.request('x' * 2000, max_tokens=3)).result()",
             "forgotten": "e.generate('x', max_tokens=3); del e",
         }[how]
         code = f"from fakes import fake_engine\ne = fake_engine()\n{script}\n"

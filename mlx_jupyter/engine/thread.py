@@ -8,6 +8,7 @@ doesn't survive a fork: in the child it has ended.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -83,7 +84,7 @@ class EngineThread:
     """
 
     def __init__(self, at_end: Callable[[], None], name: str = "mlx-engine") -> None:
-        if _fork.is_child:
+        if _threads.is_child:
             raise EngineClosed(FORKED)
         self.ended = Latch()
         self._at_end = at_end
@@ -92,7 +93,7 @@ class EngineThread:
         self._closed = False
         self._running: Job | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        _fork.threads.add(self)
+        _threads.known.add(self)
         self._thread.start()
 
     @property
@@ -109,7 +110,7 @@ class EngineThread:
 
         def put() -> None:
             if self._closed:
-                raise EngineClosed(FORKED) if _fork.is_child else EngineClosed()
+                raise EngineClosed(FORKED) if _threads.is_child else EngineClosed()
             self._jobs.put(job)
 
         holding(self._gate, put)
@@ -205,20 +206,27 @@ def _refuse(job: Job, error: Exception) -> None:
         log.exception("a job can't be refused")
 
 
-class _Fork:
-    """What a forked child has to know."""
+class _Threads:
+    """All that there are in this process, for its exit and for a forked child."""
 
     def __init__(self) -> None:
-        self.threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+        self.known: weakref.WeakSet[EngineThread] = weakref.WeakSet()
         self.is_child = False
+
+    def at_exit(self) -> None:
+        """Wait for those that are ending; an engine dropped on its own thread couldn't."""
+        for thread in list(self.known):
+            if thread.closed:
+                thread.close()
 
     def in_child(self) -> None:
         """MLX's own threads are missing, and evaluating anything would wait for them for ever."""
-        for thread in list(self.threads):
+        for thread in list(self.known):
             self.is_child = True
             thread.forked()
 
 
-_fork = _Fork()
+_threads = _Threads()
+atexit.register(_threads.at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fork.in_child)
+    os.register_at_fork(after_in_child=_threads.in_child)
