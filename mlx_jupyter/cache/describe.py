@@ -6,6 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlx_jupyter.cache.needs import Span, joined
 from mlx_jupyter.cache.pages import Mark, Page, Strip
 from mlx_jupyter.cache.retention import Item
 from mlx_jupyter.cache.trie import PAGE, Node
@@ -64,13 +65,18 @@ def _node_view(
     )
 
 
+INTERIOR = 3
+"""What the window rows of the latest turn that no mark needs count as: an edit may come there."""
+
+
 @dataclass(slots=True)
 class _Below:
     """What lies at or below a node: the deepest owner's, pin's and mark's offsets (0: none).
 
     ``live`` is the deepest mark's whose states only the live cache holds, ``seen`` the request of
     the owner that asked last, ``back`` how many marks lie between the node and the nearest tip,
-    ``backs`` the same for each of its own marks.
+    ``backs`` the same for each of its own marks, ``places`` for all that a strip of the node could
+    be needed for.
     """
 
     owner: int
@@ -80,6 +86,7 @@ class _Below:
     seen: int
     back: int
     backs: dict[int, int]
+    places: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -106,7 +113,8 @@ def items(
         The items, and what each key stands for.
     """
     order = list(cache.trie.nodes())
-    below = _below(order, cache.pins, leaving)
+    reach = max((w.size for w in cache.needs.windows), default=0)
+    below = _below(order, cache.pins, leaving, reach, _whole_windows(cache, order))
     described: list[Item] = []
     things: dict[int, tuple[_Thing, _Node]] = {}
     above: dict[int, _Above] = {cache.trie.root.id: _Above()}
@@ -157,12 +165,16 @@ def items(
                     "window",
                     strip.nbytes,
                     strip.end,
-                    strip.tokens,
+                    strip.end,  # without it nothing up to here can be restored by itself
                     strip.last_used,
                     _holder(holds, strip.end),
-                    useless=over.broken or breaks < strip.end,
+                    useless=over.broken
+                    or breaks < strip.end
+                    or (strip.last_used < cache.requests and not _needed(under, strip.end, reach)),
                     reachable=under.owner >= strip.end,
                     pinned=id(strip) in cache.needed or under.pin >= strip.end,
+                    seen=under.seen,
+                    back=min(_needed(under, strip.end, reach), default=INTERIOR),
                 ),
             )
         for at, mark in sorted(node.marks.items()):
@@ -198,7 +210,32 @@ def _holder(holds: list[tuple[int, int | None]], at: int) -> int | None:
     return holds[bisect_right(holds, at, key=lambda hold: hold[0]) - 1][1]
 
 
-def _below(order: list[_Node], pins: set[str], leaving: dict[int, int]) -> dict[int, _Below]:
+def _needed(under: _Below, end: int, reach: int) -> list[int]:
+    """For each mark that needs the strip up to ``end``: the marks between it and a tip."""
+    return [back for at, back in under.places if end <= at < end + reach]
+
+
+def _whole_windows(cache: PrefixCache, order: list[_Node]) -> set[tuple[int, int]]:
+    """(node, offset) of the marks whose window rows are all held."""
+    whole: set[tuple[int, int]] = set()
+    if not cache.needs.windows:
+        return whole
+    held: dict[int, list[Span]] = {cache.trie.root.id: []}
+    for node in order:
+        assert node.parent is not None
+        spans = joined([*held[node.parent.id], *((s.start, s.end) for s in node.strips)])
+        held[node.id] = spans
+        whole |= {(node.id, at) for at in node.marks if cache.needs.windows_held(at, spans)}
+    return whole
+
+
+def _below(
+    order: list[_Node],
+    pins: set[str],
+    leaving: dict[int, int],
+    reach: int,
+    whole: set[tuple[int, int]],
+) -> dict[int, _Below]:
     result: dict[int, _Below] = {}
     for node in reversed(order):
         children = [result[c.id] for c in node.children.values()]
@@ -219,5 +256,9 @@ def _below(order: list[_Node], pins: set[str], leaving: dict[int, int]) -> dict[
             seen=max([node.last_used if tips else 0, *(c.seen for c in children)]),
             back=back,
             backs=backs,
+            places=[
+                *((at, n) for at, n in backs.items() if (node.id, at) in whole),
+                *(place for c in children for place in c.places if place[0] < node.end + reach),
+            ],
         )
     return result

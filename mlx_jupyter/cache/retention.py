@@ -48,7 +48,7 @@ class Item:
         nbytes: what giving it up frees.
         end: the absolute position that it reaches; deeper goes first among equals.
         replay: tokens to prefill again, should it be wanted after all: those of a page, those
-            from the place before to a snapshot.
+            from the place before to a snapshot, all up to a strip.
         last_used: request counter at its last use.
         before: key of the page that it needs, if that is an item too: the one before a page, the
             one that holds a snapshot's last row.
@@ -59,7 +59,7 @@ class Item:
         place: why a snapshot was set; ``""`` for rows.
         seen: request counter at the last request of the cells and branches that lead through it;
             0 when that isn't known.
-        back: snapshots between it and the nearest of their tips.
+        back: marks between it (for a strip: the mark that needs it) and the nearest of their tips.
         alone: a page that serves restores without a snapshot; False makes it useless when
             nothing hangs on it any more.
     """
@@ -91,7 +91,7 @@ def wanted(item: Item, clock: int) -> float:
     if not item.reachable:
         return STRAY * own
     tips = weight / (1 + max(clock - (item.seen or item.last_used), 0))
-    return tips if item.kind != "state" else tips * BACK ** min(item.back, 64) + OWN * own
+    return tips if item.kind == "rows" else tips * BACK ** min(item.back, 64) + OWN * own
 
 
 def choose(items: Iterable[Item], need: int, clock: int) -> list[int]:
