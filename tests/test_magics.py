@@ -501,6 +501,8 @@ def test_precedence(run, shell, tmp_path):
     run("%llm -o r --max 1 -s call hello")
     assert shell.user_ns["r"].usage.generated == 1
     assert shell.user_ns["r"].messages[0].content == "call"
+    run("%llm -o r --raw --max 1 a text of its own")
+    assert shell.user_ns["r"].messages == ()
 
 
 def test_faults_in_the_project_file_are_told_once(run, shell, tmp_path, capsys):

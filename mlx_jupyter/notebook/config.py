@@ -154,6 +154,8 @@ def complete(command: Ask, settings: Any, project: Project) -> dict[str, Any]:
     """The fields of ``command`` that it leaves open and a setting fills."""
     filled = {}
     for name in (*SAMPLING, "model", "system", "view"):
+        if name == "system" and command.raw:
+            continue  # a raw text has no system prompt, whatever the default is
         if getattr(command, name) is None:
             value = setting(name, settings, project)
             if value is not None:
