@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mlx_jupyter.cache.ghosts import forget_oldest
 from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import MARK_EVERY, Needs, lattice
-from mlx_jupyter.cache.prefix_cache import GHOST_NODES, GHOST_TOKENS
 from mlx_jupyter.cache.session import PERIOD, ROOM
 from mlx_jupyter.cache.trie import Node, Trie
 
@@ -280,31 +280,7 @@ class SimCache:
                 self.tip = None if thing is self.tip else self.tip
             else:
                 thing.residence, thing.nbytes = "gone", 0
-        self._prune()
-
-    def _prune(self) -> None:
-        """As ``PrefixCache._prune``."""
-        live = {id(n) for n in self.live_path()}
-        while ghosts := [n for n in self.trie.nodes() if _is_ghost(n) and id(n) not in live]:
-            ghosts.sort(key=lambda n: n.last_used)
-            tokens, count = sum(len(n.tokens) for n in ghosts), len(ghosts)
-            if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
-                return
-            for node in ghosts:
-                if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
-                    break
-                tokens, count = tokens - len(node.tokens), count - 1
-                # Taking out one leaf can merge its parent, and what that holds, into another.
-                if _is_ghost(node):
-                    self.trie.remove(node)
-
-
-def _is_ghost(node: SimNode) -> bool:
-    return not (
-        node.children
-        or any(p.residence != "gone" for p in node.pages)
-        or any(m.nbytes for m in node.marks.values())
-    )
+        forget_oldest(self.trie, {id(n) for n in self.live_path()}, rows=True)
 
 
 def _joined(pages: list[SimPage]) -> list[SimPage]:

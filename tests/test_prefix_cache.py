@@ -531,7 +531,7 @@ def test_forgetting_given_up_leaves_keeps_what_their_parent_holds(
     for leaf in parent.children.values():
         for page in leaf.pages:
             page.drop()
-    monkeypatch.setattr("mlx_jupyter.cache.prefix_cache.GHOST_TOKENS", 0)
+    monkeypatch.setattr("mlx_jupyter.cache.ghosts.GHOST_TOKENS", 0)
     cache._prune()
     cache.check()
     assert cache.plan(np.array([*prompt(600), 7], np.int32)).cached == 600

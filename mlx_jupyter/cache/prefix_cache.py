@@ -23,6 +23,8 @@ import numpy as np
 
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import describe, items
+from mlx_jupyter.cache.ghosts import forget_oldest
+from mlx_jupyter.cache.invariants import check, own_bytes
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import Span, joined, lattice, without
@@ -37,10 +39,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.view import MarkKind, TreeView
 
 log = logging.getLogger(__name__)
-
-GHOST_TOKENS = 1 << 14
-GHOST_NODES = 128
-"""How much of given-up paths stays known, so that a later miss can be explained."""
 
 PathNode = Node[Page, Strip, Mark]
 
@@ -75,7 +73,7 @@ class PrefixCache:
         self.requests = 0
         self.version = 0
         self.needed: set[int] = set()
-        self._tip: Mark | None = None
+        self.tip: Mark | None = None
 
     def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
         self._tally = tally = Tally()
@@ -152,17 +150,17 @@ class PrefixCache:
         leaving = [p for n in path for p in n.pages if p.start >= keep and p.residence == "live"]
         row_bytes = self.live.row_bytes()
         sizes = {id(p): p.tokens * row_bytes for p in leaving}
-        if self._tip is not None:
-            sizes[id(self._tip)] = self.live.state_bytes()
+        if self.tip is not None:
+            sizes[id(self.tip)] = self.live.state_bytes()
         after = self.nbytes() - self.live.spare_bytes(total) + sum(sizes.values())
         self._give_up(after - self.budget, sizes)
         staying = [page for page in leaving if page.residence == "live"]
         if staying:
             capture(staying, self.live.full_layers(), gpu=self.live.gpu)
-        if self._tip is not None:
-            self._tip.take(self.live.leaves.states)
-            self._tally.nbytes += self._tip.nbytes
-            self._tip = None
+        if self.tip is not None:
+            self.tip.take(self.live.leaves.states)
+            self._tally.nbytes += self.tip.nbytes
+            self.tip = None
 
     def record(
         self, owner: str | None = None, tip: MarkKind | None = None, mark: MarkKind | None = None
@@ -211,7 +209,7 @@ class PrefixCache:
             made.take(self.live.leaves.states)
             self._tally.nbytes += made.nbytes
         elif self.needs.stateful:
-            self._tip = made
+            self.tip = made
         node.marks[at] = made
 
     def _store_windows(self, path: Sequence[PathNode]) -> None:
@@ -259,8 +257,8 @@ class PrefixCache:
 
     def _drop_mark(self, node: PathNode, mark: Mark) -> None:
         self._tally.nbytes -= node.marks.pop(mark.at).nbytes
-        if mark is self._tip:
-            self._tip = None
+        if mark is self.tip:
+            self.tip = None
 
     def release(self, owner: str) -> None:
         """The cell or branch doesn't need its path any more; it stays until room is needed."""
@@ -275,7 +273,7 @@ class PrefixCache:
         """Keep an owner's path whatever happens; bytes outside the live cache that it holds."""
         self.pins.add(owner)
         tips = [node for node in self.trie.nodes() if owner in node.owners]
-        return sum(_own_bytes(node) for tip in tips for node in tip.path())
+        return sum(own_bytes(node) for tip in tips for node in tip.path())
 
     def unpin(self, owner: str) -> bool:
         """Let retention judge an owner's path again; whether it was pinned."""
@@ -296,10 +294,10 @@ class PrefixCache:
 
     def forget_live(self) -> None:
         """Start with an empty live cache; nothing in the trie may be ``live`` any more."""
-        if self._tip is not None:
-            node, _ = self.trie.match(self.live.id_array()[: self._tip.at])
-            node.marks.pop(self._tip.at, None)
-            self._tip = None
+        if self.tip is not None:
+            node, _ = self.trie.match(self.live.id_array()[: self.tip.at])
+            node.marks.pop(self.tip.at, None)
+            self.tip = None
         self.live.reset()
 
     # --- giving up ---------------------------------------------------------------------------
@@ -376,53 +374,19 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._tip = None
+        self.tip = None
         self.live.reset()
         # Numbers go on, so that a node is never taken for a forgotten one.
         self.trie = self._empty_trie(self.trie.next_number)
         mx.clear_cache()
 
     def _prune(self) -> None:
-        """Forget the oldest given-up leaves beyond what is kept for explanations."""
         live = {id(n) for n in self._live_path()}
-        while ghosts := [
-            n for n in self.trie.nodes() if not n.children and id(n) not in live and self._ghost(n)
-        ]:
-            ghosts.sort(key=lambda n: n.last_used)
-            tokens, count = sum(len(n.tokens) for n in ghosts), len(ghosts)
-            if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
-                return
-            # A removal can merge the parent and make it a leaf: look again afterwards.
-            for node in ghosts:
-                if tokens <= GHOST_TOKENS and count <= GHOST_NODES:
-                    break
-                if node.children or not self._ghost(node):
-                    continue  # a removal before it merged its parent into it
-                tokens, count = tokens - len(node.tokens), count - 1
-                self.trie.remove(node)
-
-    def _ghost(self, node: PathNode) -> bool:
-        return _is_ghost(node, rows=bool(self.live.leaves.rows))
+        forget_oldest(self.trie, live, rows=bool(self.live.leaves.rows))
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
-        self.trie.check()
-        offset = self.live.offset
-        for at in self.live.leaves.offsets():
-            assert at == offset, f"a layer stands at {at}, recorded are {offset}"
-        assert self.trie.match(self.live.id_array())[1] == offset, "the live path left the trie"
-        on_path = {id(n) for n in self._live_path()}
-        held = 0
-        for node in self.trie.nodes():
-            for page in node.pages:
-                is_live = id(node) in on_path and page.end <= offset
-                assert (page.residence == "live") == is_live, (node, page, offset)
-            if self.needs.stateful:
-                for mark in node.marks.values():
-                    assert bool(mark.states) or mark is self._tip, (node, mark.at)
-            held += _own_bytes(node)
-        assert held == self.stored_bytes(), (held, self.stored_bytes())
-        assert self.nbytes() <= self.budget or not held, (self.nbytes(), self.budget)
+        check(self)
 
 
 def _by_page(start: int, end: int) -> Iterable[Span]:
@@ -430,14 +394,3 @@ def _by_page(start: int, end: int) -> Iterable[Span]:
         stop = min(end, (start // PAGE + 1) * PAGE)
         yield start, stop
         start = stop
-
-
-def _is_ghost(node: PathNode, *, rows: bool) -> bool:
-    return not _own_bytes(node) and not (
-        rows and any(page.residence != "gone" for page in node.pages)
-    )
-
-
-def _own_bytes(node: PathNode) -> int:
-    pages, strips = sum(p.nbytes for p in node.pages), sum(s.nbytes for s in node.strips)
-    return pages + strips + sum(m.nbytes for m in node.marks.values())
