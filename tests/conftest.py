@@ -35,3 +35,20 @@ def isolated_home(
     home = tmp_path / "mlx-jupyter-home"
     monkeypatch.setenv("MLX_JUPYTER_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def model():
+    """A fake model of two full layers; its ``before_call`` may be set."""
+    from fakes import FakeModel
+
+    return FakeModel()
+
+
+@pytest.fixture
+def engine(model):
+    """An engine on the fake model, closed at the end."""
+    from fakes import fake_engine
+
+    with fake_engine(model) as made:
+        yield made

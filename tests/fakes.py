@@ -7,6 +7,7 @@ One swapped, missing or stale row gives other logits, so a wrong cache can't sta
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -138,6 +139,11 @@ def cold(model: FakeModel, tokens: Sequence[int], count: int) -> list[int]:
         out.append(token)
         logits = model(mx.array([[token]]), cache=cache)[:, -1]
     return out
+
+
+def letters(n: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt of ``n`` random letters' ids, the same for the same seed."""
+    return tuple(random.Random(seed).choices(LETTERS[:-1], k=n))
 
 
 def fake_engine(model: FakeModel | None = None, **options):

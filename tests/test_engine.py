@@ -14,28 +14,13 @@ import mlx.core as mx
 import pytest
 
 import mlx_jupyter.errors as err
-from fakes import FakeModel, cold, fake_engine
+from fakes import FakeModel, cold, fake_engine, letters
 from mlx_jupyter.engine import serve
 from mlx_jupyter.engine.options import Options
 from mlx_jupyter.engine.request import Done, Failed, Prefill, Request, Tail, Ticket, Token
 from mlx_jupyter.engine.sampling import Sampling
 from mlx_jupyter.engine.workshop import Workshop
 from probes import HANG, PHASES, Gate, Probe
-
-
-def prompt(n: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(97, 123), k=n))
-
-
-@pytest.fixture
-def model() -> FakeModel:
-    return FakeModel()
-
-
-@pytest.fixture
-def engine(model: FakeModel):
-    with fake_engine(model) as made:
-        yield made
 
 
 class TestCounts:
@@ -58,9 +43,9 @@ class TestCounts:
 
     def test_usage_adds_up_in_every_path(self, engine) -> None:
         for answer in (
-            engine.generate(tokens=prompt(300), max_tokens=7),
-            engine.generate(tokens=prompt(300), max_tokens=1),
-            list(engine.stream(tokens=prompt(310), max_tokens=3))[-1].answer,
+            engine.generate(tokens=letters(300), max_tokens=7),
+            engine.generate(tokens=letters(300), max_tokens=1),
+            list(engine.stream(tokens=letters(310), max_tokens=3))[-1].answer,
         ):
             assert answer.usage.prompt == len(answer.prompt_ids)
             assert answer.usage.prompt == answer.usage.cached + answer.usage.prefilled
@@ -75,7 +60,7 @@ class TestCounts:
 
         model.before_call = tick
         with fake_engine(model, clock=lambda: now[0]) as engine:
-            answer = engine.generate(tokens=prompt(101), max_tokens=11)
+            answer = engine.generate(tokens=letters(101), max_tokens=11)
             timing = answer.timing
             # One decode step is in flight when the first token is read.
             assert timing.prefill == 102
@@ -83,7 +68,7 @@ class TestCounts:
             assert timing.ttft == 102
             assert timing.decode == 9
             assert timing.total == 111
-            again = engine.generate(tokens=prompt(101), max_tokens=1)
+            again = engine.generate(tokens=letters(101), max_tokens=1)
             assert (again.timing.prefill, again.usage.prefilled) == (1, 1)
 
     def test_what_comes_before_the_restore_is_told_apart(self, model, monkeypatch) -> None:
@@ -99,7 +84,7 @@ class TestCounts:
         monkeypatch.setattr(serve, "prompt_ids", after(50, serve.prompt_ids))
         monkeypatch.setattr(Workshop, "find", after(7, Workshop.find))
         with fake_engine(model, clock=lambda: now[0]) as engine:
-            timing = engine.generate(tokens=prompt(20), max_tokens=2).timing
+            timing = engine.generate(tokens=letters(20), max_tokens=2).timing
         assert (timing.queued, timing.load, timing.render, timing.restore) == (0, 7, 50, 0)
         assert timing.total == 57
 
@@ -144,9 +129,9 @@ class TestCounts:
     def test_the_end_token_ends_and_is_not_counted(self) -> None:
         model = FakeModel(eos_every=3)
         with fake_engine(model) as engine:
-            answer = engine.generate(tokens=prompt(20), max_tokens=200)
+            answer = engine.generate(tokens=letters(20), max_tokens=200)
             assert answer.finish == "stop"
-            assert list(answer.tokens) == cold(model, prompt(20), 200)
+            assert list(answer.tokens) == cold(model, letters(20), 200)
             engine.check()
 
     def test_answers_are_plain_data(self, engine) -> None:
@@ -162,14 +147,14 @@ class TestContext:
         model.before_call = calls.append
         with fake_engine(model, context=50) as engine:
             with pytest.raises(err.ContextOverflow) as caught:
-                engine.generate(tokens=prompt(51))
+                engine.generate(tokens=letters(51))
             assert (caught.value.prompt, caught.value.limit) == (51, 50)
             assert "51" in str(caught.value)
             assert "50" in str(caught.value)
             assert not calls
-            full = engine.generate(tokens=prompt(50), max_tokens=10)
+            full = engine.generate(tokens=letters(50), max_tokens=10)
             assert (full.finish, full.usage.generated, full.usage.prompt) == ("length", 0, 50)
-            some = engine.generate(tokens=prompt(45), max_tokens=10)
+            some = engine.generate(tokens=letters(45), max_tokens=10)
             assert (some.finish, some.usage.generated) == ("length", 5)
             engine.check()
 
@@ -278,7 +263,7 @@ class TestErrors:
                 raise RuntimeError("boom")
 
         model.before_call = boom
-        ticket = engine.submit(engine.request(tokens=prompt(600)))
+        ticket = engine.submit(engine.request(tokens=letters(600)))
         assert ticket.wait(HANG)
         assert ticket.outcome.answer.usage.prefilled == 256
 
@@ -380,16 +365,16 @@ class TestCancel:
             gate(n)
 
         model.before_call = hook
-        ticket = engine.submit(engine.request(tokens=prompt(1000), max_tokens=3))
+        ticket = engine.submit(engine.request(tokens=letters(1000), max_tokens=3))
         assert gate.reached.wait(HANG)
         ticket.cancel()
         gate.open.set()
         answer = ticket.result(HANG)
         assert (answer.finish, len(calls)) == ("cancelled", 3)
         model.before_call = None
-        again = engine.generate(tokens=prompt(1000), max_tokens=3)
+        again = engine.generate(tokens=letters(1000), max_tokens=3)
         assert again.usage.cached == 3 * 128
-        assert list(again.tokens) == cold(model, prompt(1000), 3)
+        assert list(again.tokens) == cold(model, letters(1000), 3)
 
     def test_in_decode_keeps_the_text(self, engine, model) -> None:
         ticket = engine.submit(engine.request("x", max_tokens=1000))
@@ -446,12 +431,12 @@ def test_interrupts_at_random_times(model) -> None:
         probe = Probe(model)
         for round_ in range(200):
             phase = PHASES[round_ % 4]
-            ids = prompt(dice.randrange(300, 700), seed=round_)
+            ids = letters(dice.randrange(300, 700), seed=round_)
             count = dice.randrange(12, 30)
             gate = Gate()
             if phase == "queue":
                 model.before_call = gate
-                engine.submit(Request(tokens=prompt(5), options=Options(max_tokens=2)))
+                engine.submit(Request(tokens=letters(5), options=Options(max_tokens=2)))
                 assert gate.reached.wait(HANG)
                 sender = threading.Thread(target=probe.step, args=("queue",))
             left = {"prefill": dice.randrange(2), "decode": dice.randrange(10)}.get(phase, 0)

@@ -27,17 +27,6 @@ from mlx_jupyter.models.sources import Interrupted
 from probes import HANG, Gate
 
 
-@pytest.fixture
-def model() -> FakeModel:
-    return FakeModel()
-
-
-@pytest.fixture
-def engine(model: FakeModel):
-    with fake_engine(model) as made:
-        yield made
-
-
 def script(code: str) -> subprocess.CompletedProcess[str]:
     """Run a program of its own."""
     return subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import mlx.core as mx
@@ -10,26 +9,11 @@ import numpy as np
 import pytest
 
 import mlx_jupyter.errors as err
-from fakes import FakeModel, cold, fake_engine
+from fakes import cold, fake_engine, letters
 from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.request import Request
 from mlx_jupyter.engine.sampling import PENALTY_WINDOW, Sampling
 from probes import HANG
-
-
-def prompt(n: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(97, 123), k=n))
-
-
-@pytest.fixture
-def model() -> FakeModel:
-    return FakeModel()
-
-
-@pytest.fixture
-def engine(model: FakeModel):
-    with fake_engine(model) as made:
-        yield made
 
 
 class TestSampling:
@@ -51,8 +35,8 @@ class TestSampling:
         assert first.tokens == again.tokens
 
     def test_temperature_zero_is_greedy(self, engine, model) -> None:
-        answer = engine.generate(tokens=prompt(9), temperature=0, max_tokens=9)
-        assert list(answer.tokens) == cold(model, prompt(9), 9)
+        answer = engine.generate(tokens=letters(9), temperature=0, max_tokens=9)
+        assert list(answer.tokens) == cold(model, letters(9), 9)
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -85,7 +69,7 @@ class TestSampling:
                     Options.of(**{name: value})
 
     def test_the_penaltys_memory_is_bounded(self, engine) -> None:
-        sampling = Sampling(replace(DEFAULTS, repetition_penalty=1.2), 0, prompt(300))
+        sampling = Sampling(replace(DEFAULTS, repetition_penalty=1.2), 0, letters(300))
         for step in range(20):
             token, _ = sampling(mx.random.normal((1, 260)), step)
         assert sampling._recent.size == PENALTY_WINDOW
