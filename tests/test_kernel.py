@@ -444,6 +444,47 @@ def test_fifty_cells_are_small_and_without_widgets(tmp_path):
         assert "100 tokens" in output.data["text/markdown"]
 
 
+def test_papermill_runs_a_notebook_with_parameters(tmp_path):
+    """Case 46."""
+    import papermill
+
+    cells = [
+        nbformat.v4.new_code_cell("topic = 'nothing'", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(SETUP),
+        nbformat.v4.new_code_cell("%%llm @c -o r --max 4\nTell me about {{topic}}."),
+        nbformat.v4.new_code_cell("print(r.messages[0].content)"),
+    ]
+    given, done = tmp_path / "given.ipynb", tmp_path / "done.ipynb"
+    language = {"language_info": {"name": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=language), given)
+    papermill.execute_notebook(
+        given, done, {"topic": "rain"}, kernel_name="python3", progress_bar=False, cwd=tmp_path
+    )
+    executed = nbformat.read(done, as_version=4)
+    assert executed.cells[-1].outputs[0].text == "Tell me about rain.\n"
+    assert "4 tokens" in executed.cells[-2].outputs[0].data["text/markdown"]
+
+
+def test_from_a_subshell_while_the_main_shell_is_busy(kernel):
+    """Case 28."""
+    client = kernel.client
+    client.control_channel.send(client.session.msg("create_subshell_request"))
+    subshell = client.get_control_msg(timeout=HANG)["content"]["subshell_id"]
+    kernel.run("pace = 0.002")
+    busy = kernel.send("%llm --max 300 -o main --view none the main shell is busy")
+    content = {"code": "sub = mlx_jupyter.engine().generate('from a subshell', max_tokens=3)"}
+    message = client.session.msg("execute_request", {**content, "silent": False})
+    message["header"]["subshell_id"] = subshell
+    client.shell_channel.send(message)
+    replies = {}
+    while len(replies) < 2:
+        reply = client.get_shell_msg(timeout=HANG)
+        replies[reply["parent_header"]["msg_id"]] = reply["content"]["status"]
+    assert replies == {busy: "ok", message["header"]["msg_id"]: "ok"}
+    kernel.run("mlx_jupyter.engine().check()")
+    assert kernel.value("main.usage.generated, sub.usage.generated") == (300, 3)
+
+
 def test_extension_comes_and_goes(kernel):
     """Case 46."""
     kernel.run("%llm @c --max 2 one")
