@@ -6,6 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mlx_jupyter.cache.needs import Span, joined
 from mlx_jupyter.cache.pages import Mark, Page, Strip
 from mlx_jupyter.cache.retention import Item
@@ -14,6 +16,8 @@ from mlx_jupyter.cache.view import MarkView, NodeView, PageView, StripView, Tree
 
 if TYPE_CHECKING:
     from mlx_jupyter.cache.prefix_cache import PrefixCache
+
+_NO_ENDS = np.zeros(0, np.bool_)
 
 _Node = Node[Page, Strip, Mark]
 _Thing = Page | Strip | Mark
@@ -38,6 +42,7 @@ def describe(cache: PrefixCache, active: set[int]) -> TreeView:
         rates=cache.rates,
         layers=cache.live.leaves.counts,
         version=cache.version,
+        exact=cache.exact,
     )
 
 
@@ -62,6 +67,7 @@ def _node_view(
         last_used=node.last_used,
         owners=tuple(cache.labels.get(owner, owner) for owner in node.owners),
         active=active,
+        ends=node.ends.copy() if cache.exact else _NO_ENDS,
     )
 
 

@@ -182,8 +182,12 @@ class WindowLayer:
         assert first <= start < end <= self.offset, (start, end, first, self.offset)
         return cut(tuple(arrays), start - first + keep, end - first + keep)
 
-    def restore(self, at: int, parts: Sequence[Rows]) -> None:
-        """Stand at ``at`` with the rows that ``window.needs(at)`` names, in order; evaluated."""
+    def restore(self, at: int, parts: Sequence[Rows], since: int | None = None) -> None:
+        """Stand at ``at`` with the rows that ``window.needs(at)`` names, in order; evaluated.
+
+        With ``since`` they lie in the buffer as after single tokens from there on: the ring is
+        turned, and sums over it add up in the same order.
+        """
         cache = self.cache
         cache.offset = at
         if not parts:
@@ -192,6 +196,14 @@ class WindowLayer:
             return
         cache.keys, cache.values = (_own(pieces) for pieces in zip(*parts, strict=True))
         cache._idx = int(cache.keys.shape[-2])  # noqa: SLF001
+        size, keep = self.window.size, self.window.keep
+        turned = 0 if since is None else max(at - max(since, size), 0) % (size - keep)
+        if turned:
+            cache.keys, cache.values = (
+                mx.concatenate([a[..., :keep, :], mx.roll(a[..., keep:, :], turned, -2)], axis=-2)
+                for a in (cache.keys, cache.values)
+            )
+            cache._idx = keep + turned  # noqa: SLF001
         mx.eval(cache.keys, cache.values)
 
 
@@ -208,8 +220,9 @@ class ChunkedLayer(WindowLayer):
         assert first <= start < end <= self.offset, (start, end, first, self.offset)
         return cut((self.cache.keys, self.cache.values), start - first, end - first)
 
-    def restore(self, at: int, parts: Sequence[Rows]) -> None:
+    def restore(self, at: int, parts: Sequence[Rows], since: int | None = None) -> None:
         """Stand at ``at`` with the rows since the last chunk boundary; evaluated."""
+        del since  # never a ring
         cache = self.cache
         cache.offset = at
         cache.start_position = at - sum(int(p[0].shape[-2]) for p in parts)

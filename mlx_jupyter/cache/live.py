@@ -32,6 +32,8 @@ class Live:
         leaves: the adapters of its leaf caches.
         ids: the tokens that were fed to it.
         windowed: up to where its window rows have been stored.
+        passes: for each of the ids whether a forward pass ended after it; in exactness mode only.
+        computed_from: tokens that were there before the last request's first pass, likewise.
         gpu: whether it lies on a GPU, where launches cost more than copies.
     """
 
@@ -46,6 +48,8 @@ class Live:
         self.layers = self._make()
         self.leaves = ly.Leaves.of(self.layers)
         self.ids = array("i")
+        self.passes = bytearray()
+        self.computed_from = 0
         self.windowed = 0
 
     @property
@@ -104,7 +108,7 @@ class Live:
         """Cut the full layers to ``keep`` tokens; windows and states are the caller's to set."""
         for layer in self.leaves.rows:
             layer.rewind(keep)
-        del self.ids[keep:]
+        del self.ids[keep:], self.passes[keep:]
 
     def read_in(self, pages: Sequence[Page], ids: np.ndarray, total: int) -> None:
         """Append stored rows to the full layers.
@@ -131,8 +135,15 @@ class Live:
         mx.eval(waiting)
         self.ids.frombytes(ids.astype(np.int32).tobytes())
 
-    def set_windows(self, at: int, strips: Sequence[Strip]) -> None:
-        """Put the window layers to position ``at``, from strips that cover what each needs."""
+    def set_windows(self, at: int, strips: Sequence[Strip], since: int | None = None) -> None:
+        """Put the window layers to position ``at``, from strips that cover what each needs.
+
+        Args:
+            at: tokens before them.
+            strips: they cover what each layer needs.
+            since: where the last pass of several tokens ended, to lay the rows out as in a buffer
+                that has been used as a ring since; None: in order.
+        """
         self.windowed = at
         if not self.leaves.windows:
             return
@@ -142,7 +153,9 @@ class Live:
             return
         for place, layer in enumerate(self.window_layers()):
             layer.restore(
-                at, [r for span in layer.window.needs(at) for r in _rows_of(strips, span, place)]
+                at,
+                [r for span in layer.window.needs(at) for r in _rows_of(strips, span, place)],
+                since,
             )
 
     def set_states(self, states: Sequence[Any]) -> None:

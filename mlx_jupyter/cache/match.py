@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from mlx_jupyter.cache.exact import places
 from mlx_jupyter.cache.needs import Needs, Span, joined
 from mlx_jupyter.cache.plan import Cause, CauseCode, Plan, Rates
 from mlx_jupyter.cache.trie import common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    import numpy as np
 
 
 class _Page(Protocol):
@@ -36,6 +37,8 @@ class _Node(Protocol):
     def end(self) -> int: ...
     @property
     def tokens(self) -> np.ndarray: ...
+    @property
+    def ends(self) -> np.ndarray: ...
     @property
     def children(self) -> Any: ...
     @property
@@ -61,6 +64,7 @@ class Match:
         snapshots: offsets up to ``held`` where states can be restored, ascending.
         windows: positions up to ``known`` whose window rows are stored, as joined spans.
         at_leaf: the known prefix ends where a stored sequence ends.
+        exact: in exactness mode, the offsets up to ``known`` that may be restored, ascending.
     """
 
     prompt: int
@@ -71,9 +75,17 @@ class Match:
     snapshots: tuple[int, ...]
     windows: tuple[Span, ...]
     at_leaf: bool
+    exact: np.ndarray | None = None
 
 
-def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]) -> Match:
+def match(
+    root: _Node,
+    ids: np.ndarray,
+    live: int,
+    active: Callable[[Any], bool],
+    *,
+    exact: bool = False,
+) -> Match:
     """Walk ``ids`` down from ``root``.
 
     Args:
@@ -81,11 +93,13 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
         ids: int32, shape (prompt,).
         live: tokens in the live cache.
         active: whether a node lies on the path of the live cache.
+        exact: note where passes ended.
     """
     known = held = common = 0
     broken = False
     snapshots: list[int] = []
     windows: list[Span] = []
+    passes: list[np.ndarray] = []
     node, at_leaf = root, False
     while known < len(ids):
         child = node.child(int(ids[known]))
@@ -102,6 +116,8 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
             held = held if broken else min(page.end, known)
         if child.strips:
             windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
+        if exact:
+            passes.append(child.start + places(child.ends[: known - child.start]))
         if child.marks:
             snapshots += [at for at in _offsets(child.marks) if at <= held]
         node = child
@@ -116,6 +132,7 @@ def match(root: _Node, ids: np.ndarray, live: int, active: Callable[[Any], bool]
         snapshots=tuple(sorted(snapshots)),
         windows=tuple(joined(windows)),
         at_leaf=at_leaf,
+        exact=np.concatenate([np.zeros(0, np.intp), *passes]) if exact else None,
     )
 
 
@@ -130,42 +147,65 @@ def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
 
     One token at least is left to evaluate. Rows restore anywhere, windows where their rows are
     stored, states only where a snapshot is; everything where the live cache stands now. Cheapest
-    is the furthest, unless reading rows in costs more than computing them.
+    is the furthest, unless reading rows in costs more than computing them. In exactness mode only
+    the places where a pass ended count.
     """
     rates = rates or Rates()
     furthest = min(found.held, found.prompt - 1)
     limit = needs.furthest(furthest, found.windows)
-    places = {0}
+    rounded = _rounded(found, needs, limit)
+    choices = {0}
     if needs.stateful:
-        places |= {
+        choices |= {
             p for p in found.snapshots if p <= limit and needs.windows_held(p, found.windows)
         }
     else:
-        places |= {limit, needs.furthest(min(found.common, furthest), found.windows)}
+        common = needs.furthest(min(found.common, furthest), found.windows)
+        choices |= {rounded, _rounded(found, needs, common)}
     if found.live == found.common <= furthest:
-        places.add(found.live)
+        choices.add(found.live)
+    if found.exact is not None:
+        chunked = any(w.kind == "chunked" for w in needs.windows)
+        choices = {
+            p for p in choices if not p or (p in found.exact and (not chunked or p == found.live))
+        }
 
     def cost(place: int) -> tuple[float, int]:
         restored = place - min(found.common, place)
         return rates.cost(restored, found.prompt - place), -place
 
-    start = min(places, key=cost)
+    start = min(choices, key=cost)
     reused = min(found.common, start)
     return Plan(
         prompt=found.prompt,
         reused=reused,
         restored=start - reused,
         recomputed=found.prompt - start,
-        why=_why(found, start, max(places), max(limit, *places), furthest),
+        why=_why(
+            found, start, max(choices), max(rounded, *choices), max(limit, *choices), furthest
+        ),
     )
 
 
-def _why(found: Match, start: int, best: int, limit: int, furthest: int) -> tuple[Cause, ...]:
+def _rounded(found: Match, needs: Needs, limit: int) -> int:
+    """In exactness mode, the last place up to ``limit`` that may be restored; else ``limit``."""
+    if found.exact is None:
+        return limit
+    if any(w.kind == "chunked" for w in needs.windows):
+        return 0  # its buffer holds more rows than a restore puts back: other shapes, other bits
+    within = found.exact[found.exact <= limit]
+    return next((int(p) for p in within[::-1] if needs.windows_held(int(p), found.windows)), 0)
+
+
+def _why(
+    found: Match, start: int, best: int, rounded: int, limit: int, furthest: int
+) -> tuple[Cause, ...]:
     """Reasons for every token from ``start`` on, in the order of their positions."""
     known = min(found.known, found.prompt - 1)
     steps: tuple[tuple[CauseCode, int, int, str], ...] = (
         ("cost", start, best, "computing again is faster than reading in, from token {:,}"),
-        ("snapshot", best, limit, "the nearest place to go on from is token {:,}"),
+        ("snapshot", best, rounded, "the nearest place to go on from is token {:,}"),
+        ("exact", rounded, limit, "exact: rounded down to where a pass ended, token {:,}"),
         ("window", limit, furthest, "sliding-window rows are kept up to token {:,}"),
         ("evicted", furthest, known, "given up from token {:,} on"),
     )

@@ -16,6 +16,7 @@ CauseCode = Literal[
     "cost",  # rows could be read in, but computing them again is faster here
     "evicted",  # the tokens are known but their rows were given up
     "snapshot",  # rows are held, but a layer's state can be restored only at an earlier snapshot
+    "exact",  # exactness mode goes on only from where a forward pass ended
     "window",  # rows are held, but a sliding window's rows only for an earlier position
     "seed",  # one token is always evaluated to start decoding
 ]

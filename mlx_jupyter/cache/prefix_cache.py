@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache import retention
+from mlx_jupyter.cache import exact, retention
 from mlx_jupyter.cache.describe import describe, items
 from mlx_jupyter.cache.ghosts import forget_oldest
 from mlx_jupyter.cache.invariants import check, own_bytes
@@ -74,17 +74,31 @@ class PrefixCache:
         self.version = 0
         self.needed: set[int] = set()
         self.tip: Mark | None = None
+        self._exact = False
 
     def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
         self._tally = tally = Tally()
         return Trie(lambda start, end: Page(start, end, tally), first)
+
+    @property
+    def exact(self) -> bool:
+        """Exactness mode (``exact.py``). Switched on, it computes once more what was there."""
+        return self._exact
+
+    @exact.setter
+    def exact(self, on: bool) -> None:
+        if on and not self._exact:
+            exact.forget(self.trie)
+            self.live.passes = bytearray(self.live.offset)
+        self._exact = on
 
     # --- asking ------------------------------------------------------------------------------
 
     def match(self, ids: np.ndarray) -> Match:
         """What is known of a prompt."""
         path = {id(n) for n in self._live_path()}
-        return match(self.trie.root, ids, self.live.offset, lambda n: id(n) in path)
+        on_path: Callable[[PathNode], bool] = lambda n: id(n) in path  # noqa: E731
+        return match(self.trie.root, ids, self.live.offset, on_path, exact=self.exact)
 
     def plan(self, ids: np.ndarray) -> Plan:
         """How a prompt would be served now."""
@@ -181,6 +195,8 @@ class PrefixCache:
         self.live.learn_order()
         node = self.trie.insert(self.live.id_array())
         path = node.path()
+        if self.exact:
+            self._note_passes(path)
         if offset < node.end:
             self.trie.split_pages(node, offset)
         for step in path:
@@ -198,6 +214,15 @@ class PrefixCache:
             self.release(owner)
             node.owners[owner] = offset
         return node
+
+    def _note_passes(self, path: Sequence[PathNode]) -> None:
+        """Note what computed the live path; snapshots of other passes' states go."""
+        passes = np.array(self.live.passes, np.bool_)
+        unchanged = exact.note(path, passes, self.live.computed_from)
+        for node in path:
+            for mark in list(node.marks.values()):
+                if mark.at <= len(passes) and not unchanged(mark.at):
+                    self._drop_mark(node, mark)
 
     def _mark(self, node: PathNode, at: int, kind: MarkKind, *, copy: bool) -> None:
         present = node.marks.get(at)
@@ -221,6 +246,8 @@ class PrefixCache:
             span = max(node.start, live.windowed), min(node.end, live.offset)
             if span[0] >= span[1]:
                 continue
+            if self.exact:
+                self._drop_strips(node, span)  # those of other passes
             for a, b in without(span, joined((s.start, s.end) for s in node.strips)):
                 for start, end in _by_page(a, b):
                     strip = Strip(start, end, self._tally)
@@ -254,6 +281,13 @@ class PrefixCache:
                 if not any(a < strip.end and strip.start < b for a, b in kept):
                     strip.release()
                     node.strips.remove(strip)
+
+    def _drop_strips(self, node: PathNode, span: Span) -> None:
+        for edge in span:
+            self.trie.split_strips(node, edge)
+        for strip in [s for s in node.strips if span[0] <= s.start < span[1]]:
+            strip.release()
+            node.strips.remove(strip)
 
     def _drop_mark(self, node: PathNode, mark: Mark) -> None:
         self._tally.nbytes -= node.marks.pop(mark.at).nbytes

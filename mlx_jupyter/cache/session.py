@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
+from mlx_jupyter.cache import exact
 from mlx_jupyter.cache.match import decide
 from mlx_jupyter.cache.needs import MARK_EVERY
 
@@ -138,8 +139,9 @@ class Session:
                 for page in pages:
                     if page.end <= start:
                         page.now_live()
-            live.set_windows(start, strips)
+            live.set_windows(start, strips, self._since(start))
             live.set_states(mark.states if mark else ())
+        live.computed_from = start
         live.fit(self._total)
         cache.reserve(self._total)
 
@@ -163,9 +165,21 @@ class Session:
             mark.last_used = cache.requests
         return pages, strips, mark
 
+    def _since(self, start: int) -> int | None:
+        """In exactness mode: the live cache's passes, and since when a ring has been turning."""
+        cache = self._cache
+        if not cache.exact:
+            return None
+        passes = exact.flags(cache.path_to(self._ids[:start]), start)
+        cache.live.passes = bytearray(passes.tobytes())
+        return exact.turning_since(passes)
+
     def advance(self, ids: Sequence[int]) -> None:
-        """These ids were just dispatched to the model; their rows are in the layers."""
-        self._cache.live.ids.extend(ids)
+        """One pass over these ids was just dispatched; their rows are in the layers."""
+        live = self._cache.live
+        live.ids.extend(ids)
+        if self._cache.exact:
+            live.passes += bytes(len(ids) - 1) + b"\1"
 
     def settle(self) -> None:
         """Evaluate what was dispatched; set a mark due, store window rows, keep the budget."""

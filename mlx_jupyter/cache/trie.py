@@ -6,7 +6,9 @@ Invariants (``Trie.check`` raises when one is broken):
 * nodes exist only where sequences diverge or end: an inner node has two children or more;
 * a node's pages cover its edge without gaps or overlap, in order, none across a page boundary;
 * its strips lie within its edge, in order, without overlap;
-* a mark's or an owner's offset lies in ``(start, end]`` of its node.
+* a mark's or an owner's offset lies in ``(start, end]`` of its node;
+* ``ends`` has one flag for each token of the edge: whether a place may be restored exactly right
+  after it (``exact.py``).
 
 Pages, strips and marks are opaque here but for their place: the former two can split themselves.
 """
@@ -51,6 +53,7 @@ class Node(Generic[P, S, M]):
 
     __slots__ = (
         "children",
+        "ends",
         "id",
         "last_used",
         "marks",
@@ -70,6 +73,7 @@ class Node(Generic[P, S, M]):
         self.parent = parent
         self.start = start
         self.tokens = tokens
+        self.ends = np.zeros(len(tokens), np.bool_)
         self.children: dict[int, Node[P, S, M]] = {}
         self.pages: list[P] = []
         self.strips: list[S] = []
@@ -155,6 +159,7 @@ class Trie(Generic[P, S, M]):
             joined = np.concatenate([node.tokens, rest])
             joined.flags.writeable = False
             node.tokens = joined
+            node.ends = np.concatenate([node.ends, np.zeros(len(rest), np.bool_)])
             node.pages.extend(self._pages(at, len(tokens)))
             return node
         leaf = self._node(node, at, rest)
@@ -176,6 +181,7 @@ class Trie(Generic[P, S, M]):
         upper = self._node(node.parent, node.start, node.tokens[:cut].copy())
         lower_tokens = node.tokens[cut:].copy()
         lower_tokens.flags.writeable = False
+        upper.ends, node.ends = node.ends[:cut].copy(), node.ends[cut:].copy()
         upper.uses, upper.last_used = node.uses, node.last_used
         upper.pages = [p for p in node.pages if p.end <= at]
         upper.strips = [s for s in node.strips if s.end <= at]
@@ -217,6 +223,7 @@ class Trie(Generic[P, S, M]):
         joined = np.concatenate([node.tokens, child.tokens])
         joined.flags.writeable = False
         child.tokens, child.start, child.parent = joined, node.start, node.parent
+        child.ends = np.concatenate([node.ends, child.ends])
         child.pages = node.pages + child.pages
         child.strips = node.strips + child.strips
         child.marks = node.marks | child.marks
@@ -238,6 +245,7 @@ class Trie(Generic[P, S, M]):
             parent = node.parent
             assert parent is not None, node
             assert len(node.tokens) > 0, node
+            assert len(node.ends) == len(node.tokens), node
             assert node.start == parent.end, node
             assert parent.children[int(node.tokens[0])] is node, node
             assert len(node.children) != 1, f"{node} should be merged"

@@ -71,6 +71,7 @@ class NodeView:
         owners: the cells and branches whose tip lies here.
         active: on the path that the live cache holds.
         text: the edge decoded, filled in by ``Engine.tree``; lossy where a character is split.
+        ends: bool, shape (end - start,), read-only: after which tokens exactness mode may restore.
     """
 
     id: int
@@ -86,6 +87,7 @@ class NodeView:
     owners: tuple[str, ...] = ()
     active: bool = False
     text: str = ""
+    ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def child(self, token: int) -> NodeView | None:
         """The child whose edge begins with ``token``."""
@@ -124,6 +126,7 @@ class TreeView:
         rates: what restoring and prefilling cost here.
         layers: how many leaf caches of each kind, such as ``(("rows", 30),)``.
         version: grows with every published change.
+        exact: in exactness mode.
     """
 
     model: str = ""
@@ -138,6 +141,7 @@ class TreeView:
     rates: Rates = field(default_factory=Rates)
     layers: tuple[tuple[str, int], ...] = ()
     version: int = 0
+    exact: bool = False
 
     def nodes(self) -> Iterator[NodeView]:
         """All nodes but the root, parents before children."""
