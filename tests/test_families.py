@@ -7,9 +7,7 @@ is compared doesn't depend on how a prompt was cut, restored or generated.
 from __future__ import annotations
 
 import copy
-import functools
 import random
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,149 +20,30 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.cache import make_prompt_cache
 
-from driver import ask, new_cache
+from driver import (  # noqa: F401 - one is a fixture
+    CHUNK,
+    Bench,
+    Watched,
+    built,
+    next_prompt,
+    prompt,
+    torn,
+    uncompiled,
+)
 from mlx_jupyter.cache.layers import arrays_in
-from mlx_jupyter.engine.request import Request, Ticket
 from tiny_models import (
     FAMILIES,
     NOT_BUILT,
     VOCAB,
     WINDOW,
-    build,
     cache_classes,
     leaves,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from mlx_jupyter.cache.prefix_cache import PrefixCache
     from mlx_jupyter.engine.pipeline import Run
 
-CHUNK = 16
-
 WINDOWED = [name for name, family in FAMILIES.items() if family.window]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _uncompiled() -> Iterator[None]:
-    """Without MLX's compiler: it would call g++ for seconds in each family."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=n)
-
-
-class Watched:
-    """A family's model that keeps the logits of its last calls and can be disturbed.
-
-    Attributes:
-        before_call: called with the number of tokens at the start of each forward pass.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.family = FAMILIES[name]
-        self.model = _built(name)
-        self.before_call: Callable[[int], None] | None = None
-        self.seen: list[mx.array] = []
-
-    def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self.model)
-
-    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        if self.before_call is not None:
-            self.before_call(inputs.shape[1])
-        logits = self.model(inputs, cache=cache)
-        # Logits of a longer step are never evaluated; to keep them would pin what they come from.
-        self.seen = [*self.seen, logits] if inputs.shape[1] == 1 else []
-        return logits
-
-    def cold(self, ids: Sequence[int], cache: list[Any] | None = None) -> np.ndarray:
-        """Logits after each token, float32 of shape (tokens, vocab), with no reuse of anything."""
-        cache = cache if cache is not None else self.make_cache()
-        step = self.family.chunk or len(ids)
-        parts = [
-            self.model(mx.array([ids[at : at + step]]), cache=cache)[0]
-            for at in range(0, len(ids), step)
-        ]
-        return np.array(mx.concatenate(parts), np.float32)
-
-
-@functools.cache
-def _built(name: str) -> Any:
-    return build(name)
-
-
-class Bench:
-    """A prefix cache around a watched model; every run is compared with a cold one."""
-
-    def __init__(self, name: str, budget: int = 1 << 30) -> None:
-        self.model = Watched(name)
-        self.cache: PrefixCache = new_cache(self.model, budget)
-
-    def ask(
-        self, ids: Sequence[int], count: int = 4, *, verify: bool = True, **options: Any
-    ) -> Run:
-        self.model.seen = []
-        options = {"chunk": self.model.family.chunk or CHUNK, **options}
-        run = ask(self.cache, self.model, ids, count, **options)
-        audit(self.cache)
-        if verify and run.tokens and run.finish == "length":
-            self._compare(list(ids), run)
-        return run
-
-    def _compare(self, ids: list[int], run: Run) -> None:
-        cold = self.model.cold([*ids, *run.tokens[:-1]])[len(ids) - 1 :]
-        warm = np.concatenate([np.array(a[0], np.float32) for a in self.model.seen[-len(cold) :]])
-        scale = float(np.abs(cold).max())
-        allowed = self.model.family.tolerance * scale
-        off = np.abs(warm - cold).max(axis=1)
-        told = f"{run.cached} of {len(ids)} tokens reused, logits off by {off} at scale {scale:.1f}"
-        assert off.max() <= allowed, told
-        for token, row in zip(run.tokens, cold, strict=True):
-            assert row.max() - row[token] <= 2 * allowed, told
-
-
-def audit(cache: PrefixCache) -> None:
-    """What must hold between any two requests."""
-    cache.check()
-    recorded = len(cache.live.ids)
-    offsets = [leaf.offset for leaf in leaves(cache.live.layers) if hasattr(leaf, "offset")]
-    assert offsets == [recorded] * len(offsets)
-    assert cache.nbytes() <= cache.budget
-
-
-@contextmanager
-def torn(at: int) -> Iterator[None]:
-    """Raise in the ``at``-th write into any layer's cache, with the layers before it written."""
-    writes = 0
-    from mlx_lm.models import deepseek_v41
-
-    targets = [
-        *((getattr(mlx_caches, name), "update_and_fetch") for name in WRITTEN),
-        (mlx_caches.ArraysCache, "__setitem__"),
-        (deepseek_v41.LayerCache, "update_window"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, method in targets:
-            original = getattr(owner, method)
-
-            def wrapped(*args: Any, original: Any = original) -> Any:
-                nonlocal writes
-                writes += 1
-                if writes > at:
-                    raise RuntimeError("boom")
-                return original(*args)
-
-            patch.setattr(owner, method, wrapped)
-        yield
-
-
-WRITTEN = ("KVCache", "RotatingKVCache", "ChunkedKVCache", "QuantizedKVCache", "ConcatenateKVCache")
 
 
 class TestTheModels:
@@ -237,11 +116,11 @@ class TestStories:
             bench.cache.budget = int(1.6 * bench.cache.live.nbytes())
             bench.cache.evict()
         for turn in range(8):
-            ids = _next_prompt(dice, prompts, known)
+            ids = next_prompt(dice, prompts, known)
             marks = [(at, "turn") for at in (len(ids) // 2, len(ids) - 4) if at > 0]
             match dice.choice(["run", "run", "run", "cancel", "fail", "evict some", "evict"]):
                 case "cancel":
-                    cut_short = self._cancelled(bench, ids, dice.randrange(8))
+                    cut_short = bench.cancelled(ids, dice.randrange(8))
                     known.append([*ids, *cut_short.tokens])
                 case "fail":
                     self._failed(bench, ids, dice.randrange(30))
@@ -249,7 +128,7 @@ class TestStories:
                     bench.cache.evict(bench.cache.stored_bytes() // 2)
                 case "evict":
                     bench.cache.evict()
-            audit(bench.cache)
+            bench.audit()
             run = bench.ask(ids, dice.randint(1, 6), marks=marks, owner=f"cell {turn % 4}")
             assert run.finish == "length"
             prompts.append(ids)
@@ -259,7 +138,7 @@ class TestStories:
     def test_cancelled_at_a_call_and_asked_again(self, name: str, at: int) -> None:
         bench = Bench(name)
         ids = prompt(40, at)
-        self._cancelled(bench, ids, at)
+        bench.cancelled(ids, at)
         again = bench.ask(ids, 3)
         if at and all(c == "KVCache" for c in cache_classes(bench.model.model)):
             assert again.cached >= min(CHUNK * (at + 1), 39) - CHUNK
@@ -274,52 +153,13 @@ class TestStories:
         bench.ask([*ids[:25], *prompt(4, 1)], 1)
 
     @staticmethod
-    def _cancelled(bench: Bench, ids: list[int], at: int) -> Run:
-        ticket = Ticket(Request(tokens=tuple(ids)))
-        calls = 0
-
-        def count(_: int) -> None:
-            nonlocal calls
-            if calls == at:
-                ticket.cancel()
-            calls += 1
-
-        bench.model.before_call = count
-        run = bench.ask(ids, 6, ticket=ticket)
-        bench.model.before_call = None
-        return run
-
-    @staticmethod
     def _failed(bench: Bench, ids: list[int], at: int) -> None:
         with torn(at):
             try:
                 bench.ask(ids, 6, verify=False)
             except RuntimeError as error:
                 assert str(error) == "boom"  # noqa: PT017 - it may also end before the failure
-        audit(bench.cache)
-
-
-def _next_prompt(
-    dice: random.Random, prompts: list[list[int]], known: list[list[int]]
-) -> list[int]:
-    new = prompt(dice.randint(1, 24), dice.randrange(1 << 30))
-    whole, asked = dice.choice(known)[:120], dice.choice(prompts)
-    match dice.choice(["new", "repeat", "continue", "retry", "branch", "edit", "switch"]):
-        case "new":
-            return prompt(dice.randint(1, 90), dice.randrange(1 << 30))
-        case "repeat":
-            return prompts[-1]
-        case "continue":
-            return [*known[-1][:120], *new]
-        case "retry":
-            return [*asked[:-4], *new]
-        case "branch":
-            return [*whole[: dice.randint(1, len(whole))], *new]
-        case "edit":
-            at = dice.randrange(min(10, len(whole)))
-            return [*whole[:at], (whole[at] + 1) % VOCAB, *whole[at + 1 :]]
-        case _:
-            return asked
+        bench.audit()
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -458,7 +298,7 @@ EXPECTED_REUSE: dict[str, dict[str, int]] = {
 
 def kind(name: str) -> str:
     """The least able kind of layer in a family's cache."""
-    kinds = {KIND.get(type(c).__name__, "state") for c in leaves(make_prompt_cache(_built(name)))}
+    kinds = {KIND.get(type(c).__name__, "state") for c in leaves(make_prompt_cache(built(name)))}
     return next(k for k in ("state", "window", "rows") if k in kinds)
 
 
