@@ -1,14 +1,17 @@
 """The one thread that touches MLX: a queue of jobs, in order, until it is closed.
 
 MLX's streams and random state are per thread, so that loading, cache creation and generation must
-share one. A job never raises into the thread: it reports to whoever posted it. A thread that is
-busy in MLX when the interpreter exits aborts the process, so the engine closes it first. It
-doesn't survive a fork: in the child it has ended.
+share one. A job never raises into the thread: it reports to whoever posted it. When nothing was
+asked for a moment it does idle work, step by step, so that a job waits for one step at most; with
+no idle work left it sleeps until the next job. A thread that is busy in MLX when the interpreter
+exits aborts the process, so the engine closes it first. It doesn't survive a fork: in the child it
+has ended.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+GRACE = 0.5
+"""Seconds without a job before idle work begins: the cells of a Run All shouldn't pay for it."""
 
 FORKED = (
     "MLX can't be used in a process forked from one that ran it. "
@@ -75,6 +81,9 @@ class EngineThread:
     Args:
         at_end: called on the thread as its last work.
         name: of the thread.
+        idle: does a piece of work of some milliseconds on the thread and says whether there is
+            more. It is asked again after each job; when it raises, not before the next one.
+        grace: seconds between the end of a job and the first piece of idle work.
 
     Attributes:
         ended: set when no job will run any more.
@@ -83,11 +92,22 @@ class EngineThread:
         EngineClosed: this process was forked from one that had such a thread.
     """
 
-    def __init__(self, at_end: Callable[[], None], name: str = "mlx-engine") -> None:
+    def __init__(
+        self,
+        at_end: Callable[[], None],
+        name: str = "mlx-engine",
+        *,
+        idle: Callable[[], bool] = lambda: False,
+        grace: float = GRACE,
+    ) -> None:
         if _threads.is_child:
             raise EngineClosed(FORKED)
         self.ended = Latch()
         self._at_end = at_end
+        self._idle = idle
+        self._grace = grace
+        self._idle_fault = ""  # the last one that was told
+        self._patience: float | None = None  # seconds until idle work; None: there is none
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._gate = threading.RLock()  # orders post against shut
         self._closed = False
@@ -158,7 +178,7 @@ class EngineThread:
 
     def _loop(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next()) is not None:
                 if self._closed:
                     _refuse(job, EngineClosed())
                     continue
@@ -169,6 +189,7 @@ class EngineThread:
                     log.exception("a job let an error through")
                     _refuse(job, ComputeError(f"{type(error).__name__}: {error}"))
                 self._running = job = None
+                self._patience = self._grace
         finally:
             try:
                 self.shut()
@@ -178,6 +199,26 @@ class EngineThread:
                 log.exception("the engine's thread didn't end in order")
             finally:
                 self.ended.set()
+
+    def _next(self) -> Job | None:
+        """The next job, and idle work until it comes; None at the end."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=self._patience)
+            self._patience = 0 if self._idle_step() else None
+
+    def _idle_step(self) -> bool:
+        """Do a piece of idle work; whether there is more."""
+        if self._closed:  # the None that says so is on its way
+            return False
+        try:
+            return self._idle()
+        except BaseException as error:
+            fault = f"{type(error).__name__}: {error}"
+            if fault != self._idle_fault:
+                self._idle_fault = fault
+                log.exception("idle work failed; it is tried again after the next job")
+            return False
 
     def _refuse_rest(self, error: EngineClosed) -> None:
         while True:
