@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_jupyter import blas
 from mlx_jupyter.errors import BadModel, ModelDoesNotFit
 from mlx_jupyter.models import limits, memory, precision, sources, tensors
+from mlx_jupyter.models.identity import Witness
 from mlx_jupyter.models.info import ModelInfo
 from mlx_jupyter.models.lazy import evaluate
 
@@ -42,6 +43,8 @@ class LoadedModel:
         defaults: the model's own defaults, by the option names of ``engine.request.Options``.
         aliases: other names it answers to.
         vocabulary: token ids below this are valid; 0 when that isn't known.
+        identity: what its stored pages depend on (``models/identity.py``); None: it has none, and
+            nothing of it may be kept on disk.
 
     Once it is unloaded, ``model`` and ``tokenizer`` are None for whoever still holds it.
     """
@@ -52,6 +55,7 @@ class LoadedModel:
     defaults: dict[str, Any] = field(default_factory=dict)
     aliases: frozenset[str] = frozenset()
     vocabulary: int = 0
+    identity: str | None = None
 
     @property
     def gone(self) -> bool:
@@ -167,12 +171,15 @@ class ModelPool:
         where = precision.backend()
         self._remove([m for m in self._models if m.info.name == source.name])
         self._make_room(source, where)
+        witness = Witness(source.path)
         model, tokenizer, config = _read(source)
         precision.settle(model, where)
         if cancelled():
             raise sources.Interrupted
         warm_up(model)
+        identity = witness.identity(model, where)
         loaded = self._admit(model, tokenizer, config, name=source.name, source=str(source.path))
+        loaded.identity = identity
         loaded.defaults = limits.defaults_of(source.path)
         loaded.aliases = frozenset({asked, source.origin})
         return loaded
