@@ -52,6 +52,10 @@ class Live:
         self.computed_from = 0
         self.windowed = 0
 
+    def fresh(self) -> list[Any]:
+        """Another, empty cache for the model."""
+        return self._make()
+
     @property
     def offset(self) -> int:
         """Tokens that it holds."""

@@ -7,8 +7,10 @@ Everything that touches MLX runs as a job on one thread, in the order of submiss
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
@@ -18,6 +20,7 @@ blas.ensure()
 
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
+from mlx_jupyter.engine.asked import Asking  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.latch import holding  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
@@ -39,10 +42,12 @@ from mlx_jupyter.models.messages import normalise  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
     from typing import TypeAlias
 
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.conversation.answer import Answer, Message
+    from mlx_jupyter.engine.verify import Verification
     from mlx_jupyter.models.info import ModelInfo
 
     Prompt: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
@@ -62,6 +67,14 @@ class Engine:
             a share of what is free once the weights are in.
         memory_limit: MLX's memory limit in bytes; MLX's own default when None.
         context: tokens that fit, where that is less than the model's own limit.
+        store: where cached tokens of models loaded by name outlive the engine: a directory, by
+            default ``pages`` in the package's cache directory; False for nowhere. The environment
+            variable ``MLX_JUPYTER_STORE=off`` turns it off too.
+        store_bytes: what the store may take on disk.
+        exact: exactness mode: go on only from where a forward pass ended, so that a warm run is
+            bit-equal to a cold replay of the same passes. It can be switched at any time.
+        trace: a file to write what was asked to, for ``benchmarks/retention.py``: token ids, no
+            text, readable by its user only.
         clock: monotonic seconds.
     """
 
@@ -73,18 +86,31 @@ class Engine:
         cache_bytes: int | None = None,
         memory_limit: int | None = None,
         context: int | None = None,
+        store: bool | str | PathLike[str] | None = None,
+        store_bytes: int | None = None,
+        exact: bool = False,
+        trace: str | PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if context is not None and context < 1:
             raise BadRequest(f"context must be at least 1, not {context}.")
+        if store_bytes is not None and store_bytes < 0:
+            raise BadRequest(f"store_bytes must not be negative, but it is {store_bytes}.")
         self._shop = Workshop(
-            cache_bytes=cache_bytes, memory_limit=memory_limit, context=context, clock=clock
+            cache_bytes=cache_bytes,
+            memory_limit=memory_limit,
+            context=context,
+            clock=clock,
+            store=store,
+            store_bytes=store_bytes,
+            exact=exact,
+            trace=trace,
         )
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}  # single operations only: many threads share it
         self._numbers = itertools.count(1)
         self._labels = Labels()
-        self._thread = EngineThread(at_end=self._shop.abandon)
+        self._thread = EngineThread(at_end=self._shop.abandon, idle=self._shop.idle)
         self._finalizer = weakref.finalize(self, _end_for_good, self._thread, self._tickets)
         if model is not None:
             try:
@@ -263,10 +289,13 @@ class Engine:
         loaded = self._shop.find(request.model)
         if loaded is None:
             raise EngineClosed if self._thread.closed else not_loaded(request.model)
-        _, ids, _ = prompt_ids(self._shop, loaded, request)
-        view = self._shop.published.trees.get(loaded.info.name) or TreeView()
-        found = match(view.root, ids, view.live, lambda node: bool(node.active))
-        return decide(found, view.needs, view.rates)
+        tokenizer = loaded.tokenizer
+        _, ids, marks = prompt_ids(self._shop, loaded, request)
+        view = self._shop.tree(loaded.info.name)
+        found = match(view.root, ids, view.live, lambda node: bool(node.active), exact=view.exact)
+        plan = decide(found, view.needs, view.rates)
+        asking = Asking.of(loaded.info.name, request, ids, marks)
+        return replace(plan, why=self._shop.explained(plan.why, asking, view, tokenizer))
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -314,6 +343,31 @@ class Engine:
             raise ModelNotFound(model, [f"loaded: {', '.join(names) or 'none'}"])
         view = self._shop.published.trees.get(loaded.info.name) or TreeView(model=loaded.info.name)
         return holding(self._shop.tokenizing, lambda: self._labels.fill(view, tokenizer))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the next request is served in exactness mode."""
+        return self._shop.exact
+
+    @exact.setter
+    def exact(self, on: bool) -> None:
+        self._shop.exact = bool(on)
+
+    def verify(self, model: str | None = None, *, seed: int | None = None) -> Verification:
+        """Serve a cached sequence, drawn at random, and compute it again cold; how they differ.
+
+        The cold run takes as long as computing all its tokens, and the memory of another live
+        cache. ``KeyboardInterrupt`` stops it.
+
+        Raises:
+            BadRequest: nothing is cached.
+        """
+        stop = threading.Event()
+        try:
+            return self._thread.call(lambda: self._shop.verify(model, seed, stop.is_set))
+        except KeyboardInterrupt:
+            stop.set()
+            raise
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant of a cache is broken (tests, bug reports)."""

@@ -7,24 +7,37 @@ so that any thread may read it.
 from __future__ import annotations
 
 import logging
+import os
+import random
 import threading
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.cache.prefix_cache import PrefixCache
 from mlx_jupyter.cache.trace import TraceWriter
+from mlx_jupyter.cache.view import TreeView
+from mlx_jupyter.engine.asked import Memory
+from mlx_jupyter.engine.causes import explained
+from mlx_jupyter.engine.latch import holding
+from mlx_jupyter.engine.verify import Verification, sample, verify
 from mlx_jupyter.errors import BadRequest, ModelNotFound
-from mlx_jupyter.models import allocator, memory
+from mlx_jupyter.models import allocator, memory, paths
+from mlx_jupyter.models.codec import codec_of
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
-    from mlx_jupyter.cache.view import TreeView
+    from mlx_jupyter.cache.plan import Cause
+    from mlx_jupyter.engine.asked import Asking
     from mlx_jupyter.models.info import ModelInfo
 
 log = logging.getLogger(__name__)
+
+STORE = "MLX_JUPYTER_STORE"
+"""The variable that turns the page store off for a whole process, whatever was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +55,32 @@ class Published:
     requests: int = 0
 
 
+def store_place(store: bool | str | PathLike[str] | None) -> Path | None:
+    """The page store's directory, which need not be there yet; None when it is off.
+
+    Args:
+        store: as ``Engine``'s.
+
+    Raises:
+        BadRequest: it is no place.
+    """
+    if isinstance(store, str) and not store.strip():
+        raise BadRequest("store takes a directory, True or False, not an empty text.")
+    if store is False or os.environ.get(STORE, "").strip().casefold() in ("off", "0", "false"):
+        return None
+    if store is None or store is True:
+        return paths.pages()
+    return Path(store).expanduser().absolute()
+
+
 class Workshop:
-    """See the module; arguments as ``Engine``'s."""
+    """See the module; arguments as ``Engine``'s.
+
+    Attributes:
+        store_place: the page store's directory; None when it is off. A model without an identity
+            never goes there.
+        store_bytes: what the store may take; None for its own default.
+    """
 
     def __init__(
         self,
@@ -53,10 +90,17 @@ class Workshop:
         context: int | None,
         clock: Callable[[], float],
         trace: str | PathLike[str] | None = None,
+        exact: bool = False,
+        store: bool | str | PathLike[str] | None = None,
+        store_bytes: int | None = None,
     ) -> None:
+        self.store_place = store_place(store)
+        self.store_bytes = store_bytes
+        self.exact = exact
         self.clock = clock
         self.trace = TraceWriter(trace) if trace is not None else None
         self.published = Published()
+        self.memory = Memory()
         self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
         self._cache_bytes = cache_bytes
         self._memory_limit = memory_limit
@@ -95,11 +139,30 @@ class Workshop:
         return self._pool.find(name)
 
     def cache_of(self, loaded: LoadedModel) -> PrefixCache:
-        """The prefix cache of a loaded model."""
-        return self._caches[loaded.info.name]
+        """The prefix cache of a loaded model, in the mode that is asked for now."""
+        cache = self._caches[loaded.info.name]
+        cache.exact = self.exact
+        return cache
+
+    def verify(
+        self, name: str | None, seed: int | None, cancelled: Callable[[], bool]
+    ) -> Verification:
+        """Replay one stored sequence of a model, drawn at random, cold."""
+        loaded = self.find(name)
+        if loaded is None:
+            raise BadRequest(f"{name or 'No model'} is not loaded, so there is nothing to verify.")
+        cache = self.cache_of(loaded)
+        ids = sample(cache, random.Random(seed))  # noqa: S311
+        if ids is None:
+            raise BadRequest("Nothing that a prompt could use is cached yet: ask something first.")
+        try:
+            return verify(cache, loaded.model, ids, loaded.info.prefill_chunk, cancelled)
+        finally:
+            self.publish(loaded)
 
     def _forget(self, name: str) -> None:
         """A model is going: its cache must hold nothing when its memory is measured."""
+        self.memory.unload(name)
         cache = self._caches.pop(name, None)
         if cache is not None:
             cache.clear()
@@ -140,8 +203,32 @@ class Workshop:
             requests=self.published.requests + ended,
         )
 
+    def tree(self, name: str) -> TreeView:
+        """The prefix cache of a model as last published; an empty one for a new model."""
+        return self.published.trees.get(name) or TreeView(model=name)
+
+    def explained(
+        self, why: tuple[Cause, ...], prompt: Asking, tree: TreeView, tokenizer: Any | None
+    ) -> tuple[Cause, ...]:
+        """A plan's causes, with what is known beyond token ids. From any thread.
+
+        Args:
+            why: the plan's.
+            prompt: what it serves.
+            tree: the view that it was made on.
+            tokenizer: the model's.
+        """
+
+        def decode(ids: Sequence[int]) -> str:
+            return holding(self.tokenizing, lambda: codec_of(tokenizer).decode(ids))
+
+        former = self.memory.of(prompt.request.owner)
+        textual = tokenizer is not None and prompt.request.tokens is None
+        return explained(why, prompt, former, tree.root, decode if textual else None)
+
     def release(self, owner: str) -> None:
         """Let go of an owner in every cache."""
+        self.memory.release(owner)
         for cache in self._caches.values():
             cache.release(owner)
         self.publish()
@@ -174,6 +261,7 @@ class Workshop:
 
     def clear(self) -> None:
         """Forget all cached tokens."""
+        self.memory.clear()
         for cache in self._caches.values():
             cache.clear()
         allocator.trim()
@@ -184,10 +272,15 @@ class Workshop:
         for cache in self._caches.values():
             cache.check()
 
+    def idle(self) -> bool:
+        """Do a small piece of work that nobody waits for; whether there is more."""
+        return False
+
     def abandon(self) -> None:
         """At the end: let go of every array and file."""
         if self.trace is not None:
             self.trace.close()
         self._pool.unload()
+        self.memory.clear()
         self.published = Published(requests=self.published.requests)
         allocator.trim()

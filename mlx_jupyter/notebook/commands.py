@@ -146,6 +146,11 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """``verify``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Help:
     """``help [TOPIC]`` and ``-h``."""
 
@@ -158,5 +163,17 @@ class Overview:
 
 
 Command = (
-    Ask | Load | Unload | Models | Status | Tree | Branches | Log | Drop | Pin | Help | Overview
+    Ask
+    | Load
+    | Unload
+    | Models
+    | Status
+    | Tree
+    | Branches
+    | Log
+    | Drop
+    | Pin
+    | Verify
+    | Help
+    | Overview
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traitlets import Enum, Float, Int, TraitError, Unicode, validate
+from traitlets import Bool, Enum, Float, Int, TraitError, Unicode, Union, validate
 from traitlets.config import Configurable
 
 from mlx_jupyter.engine.request import Options
@@ -19,7 +20,6 @@ from mlx_jupyter.notebook.commands import VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from mlx_jupyter.notebook.commands import Ask
 
@@ -33,7 +33,7 @@ SAMPLING = (
     "seed",
     "repetition_penalty",
 )
-ENGINE = ("cache_bytes", "memory_limit", "context")
+ENGINE = ("cache_bytes", "memory_limit", "context", "store", "store_bytes")
 
 
 class Settings(Configurable):
@@ -61,6 +61,22 @@ class Settings(Configurable):
     ).tag(config=True)
     context = Int(
         None, allow_none=True, help="Tokens that fit; before the engine's first use."
+    ).tag(config=True)
+
+    exact = Bool(
+        None,
+        allow_none=True,
+        help="Reuse only what makes an answer bit-equal to a cold run of the same passes.",
+    ).tag(config=True)
+    store = Union(
+        [Bool(), Unicode()],
+        default_value=None,
+        allow_none=True,
+        help="Directory that cached tokens outlive the kernel in, or False; before the engine's "
+        "first use.",
+    ).tag(config=True)
+    store_bytes = Int(
+        None, allow_none=True, min=0, help="What the store may take; before the engine's first use."
     ).tag(config=True)
 
     @validate(*SAMPLING)
@@ -124,6 +140,9 @@ def _checked(path: Path, table: Mapping[str, Any]) -> Project:
             values[name] = checked(name, value)
         except ValueError as error:
             faults.append(f"{where}: {error}")
+            continue
+        if name == "store" and isinstance(value, str):
+            values[name] = str(path.parent / Path(value).expanduser())
     return Project(path, values, tuple(faults))
 
 

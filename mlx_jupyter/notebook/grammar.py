@@ -28,6 +28,7 @@ from mlx_jupyter.notebook.commands import (
     Status,
     Tree,
     Unload,
+    Verify,
 )
 from mlx_jupyter.notebook.options import BRANCH, SLOT, SUBCOMMANDS, TOPICS, known, parse
 
@@ -117,6 +118,8 @@ def _subcommand(text: str) -> Command | None:
             return Drop(branch[1:])
         case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
             return Pin(branch[1:], on=word == "pin")
+        case ["verify"]:
+            return Verify()
         case ["help"]:
             return Help()
         case ["help", topic] if topic in TOPICS or topic in SUBCOMMANDS:

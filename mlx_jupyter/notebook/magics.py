@@ -167,6 +167,9 @@ class LLMMagics(config.Settings, Magics):
                 return Outcome(self._chat.drop(branch, self._engine()))
             case commands.Pin(branch, on):
                 return Outcome(self._chat.pin(branch, self._engine(), on=on))
+            case commands.Verify():
+                found = self._engine().verify()
+                return Outcome(reports.Page(f"{found}.", found))
             case commands.Help(topic):
                 return Outcome(reports.Page(options.help_text(topic)))
             case commands.Overview():
@@ -181,7 +184,11 @@ class LLMMagics(config.Settings, Magics):
 
     def _engine(self) -> Engine:
         runtime.configure(**config.engine_settings(self, self.project))
-        return runtime.engine()
+        engine = runtime.engine()
+        exact = config.setting("exact", self, self.project)
+        if exact is not None:
+            engine.exact = exact
+        return engine
 
     def _ask(self, ask: commands.Ask) -> Outcome:
         if not ask.prompt.strip():
@@ -193,7 +200,7 @@ class LLMMagics(config.Settings, Magics):
         engine = self._engine()
         exchange = self._chat.exchange(ask, engine)
         if ask.dry_run:
-            plan = engine.plan(exchange.prompt, **exchange.how)
+            plan = engine.plan(exchange.prompt, owner=exchange.owner, **exchange.how)
             return Outcome(reports.Page(plan_line(plan), plan))
         screen = screen_for(self.shell, ask.view or "md")
         with Interrupts() as interrupts:

@@ -31,6 +31,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "drop": ("@BRANCH", "forget a conversation"),
     "pin": ("@BRANCH", "never give up what a conversation has cached"),
     "unpin": ("@BRANCH", "let it be given up again when room is needed"),
+    "verify": ("", "compute something cached again, cold, and compare"),
     "help": ("[TOPIC]", "this help, or more about one topic"),
 }
 """Each subcommand with its argument and what it does."""
