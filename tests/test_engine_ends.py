@@ -222,8 +222,8 @@ class TestClosing:
         made: list[EngineThread] = []
 
         class Kept(EngineThread):
-            def __init__(self, at_end) -> None:
-                super().__init__(at_end)
+            def __init__(self, at_end, **options) -> None:
+                super().__init__(at_end, **options)
                 made.append(self)
 
         monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", Kept)

@@ -542,6 +542,40 @@ def test_engine_settings_are_kept_for_the_first_use(shell, monkeypatch, tmp_path
     assert made == [{"cache_bytes": 1000, "context": 100}]
 
 
+@pytest.mark.parametrize(
+    ("project", "config", "made"),
+    [
+        ("store = false", "", {"store": False}),
+        ("store = false", "store = True", {"store": True}),
+        ("store-bytes = 10", "store = False", {"store": False, "store_bytes": 10}),
+        ("store = 'pages'", "store_bytes = 0", {"store": "{here}/pages", "store_bytes": 0}),
+        ("store = '/pages'", "", {"store": "/pages"}),
+        ("store = 'pages'", "store = 'elsewhere'", {"store": "elsewhere"}),
+    ],
+)
+def test_the_stores_place_and_budget_can_be_set(
+    project, config, made, shell, monkeypatch, tmp_path
+):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.mlx-jupyter]\n{project}\n")
+    given = []
+    monkeypatch.setattr(runtime, "_engine", None)
+    monkeypatch.setattr(runtime, "_make", lambda settings: given.append(dict(settings)))
+    line = f"%config LLMMagics.{config}" if config else ""
+    shell.run_cell(f"%reload_ext mlx_jupyter\n{line}")
+    shell.magics_manager.registry["LLMMagics"]._engine()
+    here = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in made.items()}
+    assert given == [here]
+
+
+def test_a_wrong_store_in_the_project_file_is_told(run, tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text("[tool.mlx-jupyter]\nstore = 3.5\nstore-bytes = -1\n")
+    capsys.readouterr()
+    run("%reload_ext mlx_jupyter")
+    told = capsys.readouterr().err
+    assert "tool.mlx-jupyter.store: store takes " in told
+    assert "tool.mlx-jupyter.store-bytes: store_bytes takes " in told
+
+
 def test_config_refuses_what_is_out_of_range(shell, caplog):
     shell.run_cell("%config LLMMagics.temperature = 1000")
     assert "temperature must be from 0 to 100" in caplog.text
