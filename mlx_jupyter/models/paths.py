@@ -1,4 +1,4 @@
-"""Where converted models live on disk."""
+"""Where converted models and stored pages live on disk."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def home() -> Path:
 def models() -> Path:
     """The directory that holds one MLX model directory per converted model."""
     return home() / "models"
+
+
+def pages() -> Path:
+    """The directory of the stored pages."""
+    return home() / "pages"

@@ -82,10 +82,15 @@ def read_header(path: Path) -> list[Entry]:
     if not isinstance(header, dict):
         raise BadModel(path, "its safetensors header isn't a table")
     header.pop("__metadata__", None)
-    return [_entry(path, name, value, size - 8 - length) for name, value in header.items()]
+    return [checked(path, name, value, size - 8 - length) for name, value in header.items()]
 
 
-def _entry(path: Path, name: str, value: Any, room: int) -> Entry:
+def checked(path: Path | str, name: str, value: Any, room: int) -> Entry:
+    """The tensor that a header describes so, in ``room`` bytes of data.
+
+    Raises:
+        BadModel: the description is wrong.
+    """
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
