@@ -19,6 +19,9 @@ CauseCode = Literal[
     "exact",  # exactness mode goes on only from where a forward pass ended
     "window",  # rows are held, but a sliding window's rows only for an earlier position
     "seed",  # one token is always evaluated to start decoding
+    "model",  # another model, or the same one before it was unloaded, has computed them
+    "template",  # the same messages, but the chat template renders them otherwise
+    "volatile",  # a clock, a date or an id in the system prompt or the template has changed
 ]
 
 
@@ -31,12 +34,18 @@ class Cause:
         text: the reason as a phrase for people.
         tokens: how many tokens it costs.
         at: the absolute position where it begins.
+        message: number of the message that it lies in, from 1; None where that isn't known.
+        was: the words at ``at`` that are stored; empty where nothing differs.
+        now: the words there now.
     """
 
     code: CauseCode
     text: str
     tokens: int
     at: int
+    message: int | None = None
+    was: str = ""
+    now: str = ""
 
 
 @dataclass(frozen=True, slots=True)

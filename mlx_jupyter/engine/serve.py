@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.conversation.answer import Answer
+from mlx_jupyter.engine.asked import Asking
 from mlx_jupyter.engine.latch import holding
 from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.pipeline import Run
@@ -177,7 +178,7 @@ class Serve(TicketJob):
         if len(ids) > loaded.info.context:
             raise ContextOverflow(len(ids), loaded.info.context, loaded.info.context_origin)
         run = self._running = self._run(loaded, options, ids)
-        cache = shop.cache_of(loaded)
+        cache, tree = shop.cache_of(loaded), shop.tree(loaded.info.name)
         room = min(run.max_tokens, run.limit - len(ids))
         owner, label = ticket.request.owner, ticket.request.label
         mx.reset_peak_memory()
@@ -189,7 +190,11 @@ class Serve(TicketJob):
             if shop.trace is not None:
                 shop.trace.request(ids, run.tokens, owner, marks)
             shop.publish(loaded, ended=True)
-        return self._made(run, session.plan, session.node)
+        answer = self._made(run, session.plan, session.node)
+        asking = Asking.of(loaded.info.name, ticket.request, id_array, marks)
+        why = shop.explained(answer.why, asking, tree, loaded.tokenizer)
+        shop.memory.keep(asking, answer.text, answer.tokens, shop.tree(loaded.info.name).root)
+        return replace(answer, why=why)
 
     def _partial(self) -> Answer:
         run, answer = self._running, self.ticket.partial()

@@ -1,7 +1,7 @@
 """What the engine thread works with: the models, one prefix cache for each, what is published.
 
-All methods but ``find`` run on the engine thread. ``published`` is replaced whole, never changed,
-so that any thread may read it.
+All methods but ``find``, ``tree`` and ``explained`` run on the engine thread. ``published`` is
+replaced whole, never changed, so that any thread may read it.
 """
 
 from __future__ import annotations

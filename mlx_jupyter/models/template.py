@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.cache.view import MarkKind
 
-__all__ = ["Rendered", "encode_raw", "lint", "message_at", "normalise", "render"]
+__all__ = ["Rendered", "block_ends", "encode_raw", "lint", "message_at", "normalise", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,38 @@ def message_at(rendered: Rendered, messages: Sequence[Message], at: int) -> int:
 
     The last index when ``at`` lies in the tail that starts the next answer.
     """
-    ends = [offset for offset, kind in rendered.marks if kind != "prompt"]
-    own_system = bool(messages) and messages[0].role == "system"
-    if not own_system and any(kind == "system" for _, kind in rendered.marks):
-        ends = ends[1:]  # the template's own system prompt comes before the first message
+    _, ends = _ends(rendered.marks, messages)
     return min(sum(end <= at for end in ends), len(messages) - 1)
+
+
+def block_ends(
+    marks: Sequence[tuple[int, MarkKind]], messages: Sequence[Message], size: int
+) -> tuple[int, ...]:
+    """Where the template's beginning ends (0 without a system prompt of its own), then each block.
+
+    Args:
+        marks: of the rendered conversation.
+        messages: the conversation.
+        size: tokens that it has.
+
+    Returns:
+        One offset more than there are messages; none at all where the marks don't tell them apart.
+    """
+    own, ends = _ends(marks, messages)
+    if len(ends) != len(messages) - 1:
+        return ()
+    return (own, *ends, next((at for at, kind in marks if kind == "prompt"), size))
+
+
+def _ends(
+    marks: Sequence[tuple[int, MarkKind]], messages: Sequence[Message]
+) -> tuple[int, list[int]]:
+    """Where the template's own system prompt ends, and the blocks of all but the last message."""
+    ends = [offset for offset, kind in marks if kind != "prompt"]
+    own_system = bool(messages) and messages[0].role == "system"
+    if not own_system and any(kind == "system" for _, kind in marks):
+        return ends[0], ends[1:]  # it comes before the first message
+    return 0, ends
 
 
 def lint(tokenizer: Any) -> list[str]:

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.plan import Cause, Plan
     from mlx_jupyter.conversation.answer import Answer
 
-# Reasons that name work which a bigger budget or another layout would have saved.
-_AVOIDABLE = {"evicted", "snapshot"}
+# Reasons that name work which a bigger budget, another layout or another text would have saved.
+_AVOIDABLE = {"evicted", "snapshot", "volatile", "template", "model"}
 WORTH_TELLING = 16  # tokens
 
 
