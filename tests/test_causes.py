@@ -442,9 +442,10 @@ class TestFootersAndPlans:
             raise RuntimeError("no")
 
         ask(engine, "a red house", owner="cell")
-        monkeypatch.setattr(causes, "stored", broken)
-        monkeypatch.setattr(causes, "_refined", broken)
-        answer = ask(engine, "a blue house", owner="cell")
+        for module, name in ((causes, "_refined"), (asked, "match"), (asked, "block_ends")):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, broken)
+                answer = ask(engine, f"a blue {name}", owner="cell")
         assert codes(answer) == ["diverged"]
         assert answer.why[0].text.startswith("differs from what is stored")
 

@@ -4,13 +4,11 @@ A plan knows token ids only: it says from where on a prompt is unknown. What the
 branch) asked before, and the texts on both sides of that place, tell why. A refined cause may be
 split where its reason ends; the tokens of all causes still add up to those that are recomputed.
 
-Works on a published view and never waits for the engine; a reason that can't be found leaves the
-plan's own and fails nothing.
+Works on a published view and never waits for the engine.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
     Decode = Callable[[Sequence[int]], str]
 
-log = logging.getLogger(__name__)
-
 BEFORE, AFTER, SLACK = 48, 96, 32
 """Tokens around a divergence that are looked at, and how much longer the former text may be."""
 
@@ -49,29 +45,15 @@ def explained(
     root: NodeView,
     decode: Decode | None,
 ) -> tuple[Cause, ...]:
-    """A plan's causes with the last one refined; as they are when that fails.
+    """A plan's causes with the last one refined.
 
     Args:
         why: the plan's.
         prompt: the prompt.
         former: what its owner asked before.
         root: of the view that the plan was made on.
-        decode: ids to text; None without a tokenizer.
+        decode: ids to text; None where the prompt has none.
     """
-    try:
-        return _explained(why, prompt, former, root, decode)
-    except Exception:
-        log.debug("a cause couldn't be refined", exc_info=True)
-        return why
-
-
-def _explained(
-    why: tuple[Cause, ...],
-    prompt: Asking,
-    former: Asked | None,
-    root: NodeView,
-    decode: Decode | None,
-) -> tuple[Cause, ...]:
     *made, last = why
     if last.code not in ("first", "diverged", "extended"):
         return why

@@ -20,7 +20,6 @@ blas.ensure()
 
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
-from mlx_jupyter.engine.asked import Asking  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.latch import holding  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
@@ -289,13 +288,11 @@ class Engine:
         loaded = self._shop.find(request.model)
         if loaded is None:
             raise EngineClosed if self._thread.closed else not_loaded(request.model)
-        tokenizer = loaded.tokenizer
         _, ids, marks = prompt_ids(self._shop, loaded, request)
         view = self._shop.tree(loaded.info.name)
         found = match(view.root, ids, view.live, lambda node: bool(node.active), exact=view.exact)
         plan = decide(found, view.needs, view.rates)
-        asking = Asking.of(loaded.info.name, request, ids, marks)
-        return replace(plan, why=self._shop.explained(plan.why, asking, view, tokenizer))
+        return replace(plan, why=self._shop.explained(plan.why, loaded, request, ids, marks, view))
 
     # --- looking -----------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.conversation.answer import Answer
-from mlx_jupyter.engine.asked import Asking
 from mlx_jupyter.engine.latch import holding
 from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.pipeline import Run
@@ -35,8 +34,8 @@ from mlx_jupyter.engine.request import (
 from mlx_jupyter.engine.sampling import Sampling
 from mlx_jupyter.engine.stats import Moments
 from mlx_jupyter.engine.text import TextStream
-from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, LLMError
-from mlx_jupyter.models.sources import DEFAULT_MODEL, Interrupted
+from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, Interrupted, LLMError
+from mlx_jupyter.models.sources import DEFAULT_MODEL
 from mlx_jupyter.models.template import encode_raw, render
 
 if TYPE_CHECKING:
@@ -191,9 +190,8 @@ class Serve(TicketJob):
                 shop.trace.request(ids, run.tokens, owner, marks)
             shop.publish(loaded, ended=True)
         answer = self._made(run, session.plan, session.node)
-        asking = Asking.of(loaded.info.name, ticket.request, id_array, marks)
-        why = shop.explained(answer.why, asking, tree, loaded.tokenizer)
-        shop.memory.keep(asking, answer.text, answer.tokens, shop.tree(loaded.info.name).root)
+        why = shop.explained(answer.why, loaded, ticket.request, id_array, marks, tree)
+        shop.remember(loaded, ticket.request, id_array, marks, answer)
         return replace(answer, why=why)
 
     def _partial(self) -> Answer:

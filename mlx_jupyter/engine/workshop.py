@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_jupyter.cache.prefix_cache import PrefixCache
 from mlx_jupyter.cache.trace import TraceWriter
 from mlx_jupyter.cache.view import TreeView
-from mlx_jupyter.engine.asked import Memory
+from mlx_jupyter.engine.asked import Asking, Memory
 from mlx_jupyter.engine.causes import explained
 from mlx_jupyter.engine.latch import holding
 from mlx_jupyter.engine.verify import Verification, sample, verify
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from os import PathLike
 
+    import numpy as np
+
     from mlx_jupyter.cache.plan import Cause
-    from mlx_jupyter.engine.asked import Asking
+    from mlx_jupyter.cache.view import MarkKind
+    from mlx_jupyter.conversation.answer import Answer
+    from mlx_jupyter.engine.request import Request
     from mlx_jupyter.models.info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -208,23 +212,54 @@ class Workshop:
         return self.published.trees.get(name) or TreeView(model=name)
 
     def explained(
-        self, why: tuple[Cause, ...], prompt: Asking, tree: TreeView, tokenizer: Any | None
+        self,
+        why: tuple[Cause, ...],
+        loaded: LoadedModel,
+        request: Request,
+        ids: np.ndarray,
+        marks: Sequence[tuple[int, MarkKind]],
+        tree: TreeView,
     ) -> tuple[Cause, ...]:
-        """A plan's causes, with what is known beyond token ids. From any thread.
+        """A plan's causes with what is known beyond token ids, or as they are. From any thread.
 
         Args:
             why: the plan's.
-            prompt: what it serves.
-            tree: the view that it was made on.
-            tokenizer: the model's.
+            loaded: the model that serves it.
+            request: what was asked.
+            ids: the prompt's, int32, shape (prompt,).
+            marks: (offset, kind) where blocks end in it.
+            tree: the view that the plan was made on.
         """
+        tokenizer = loaded.tokenizer if request.tokens is None else None
 
-        def decode(ids: Sequence[int]) -> str:
-            return holding(self.tokenizing, lambda: codec_of(tokenizer).decode(ids))
+        def decode(some: Sequence[int]) -> str:
+            return holding(self.tokenizing, lambda: codec_of(tokenizer).decode(some))
 
-        former = self.memory.of(prompt.request.owner)
-        textual = tokenizer is not None and prompt.request.tokens is None
-        return explained(why, prompt, former, tree.root, decode if textual else None)
+        try:
+            asking = Asking.of(loaded.info.name, request, ids, marks)
+            former = self.memory.of(request.owner)
+            return explained(
+                why, asking, former, tree.root, decode if tokenizer is not None else None
+            )
+        except Exception:  # no prompt fails because of its explanation
+            log.debug("a cause couldn't be refined", exc_info=True)
+            return why
+
+    def remember(
+        self,
+        loaded: LoadedModel,
+        request: Request,
+        ids: np.ndarray,
+        marks: Sequence[tuple[int, MarkKind]],
+        answer: Answer,
+    ) -> None:
+        """Keep what the owner's next request will be compared with; arguments as above."""
+        try:
+            asking = Asking.of(loaded.info.name, request, ids, marks)
+            root = self.tree(loaded.info.name).root
+            self.memory.keep(asking, answer.text, answer.tokens, root)
+        except Exception:
+            log.debug("a request couldn't be remembered", exc_info=True)
 
     def release(self, owner: str) -> None:
         """Let go of an owner in every cache."""
