@@ -175,12 +175,12 @@ def items(
                     strip.last_used,
                     _holder(holds, strip.end),
                     useless=over.broken
-                    or breaks < strip.end
-                    or (strip.last_used < cache.requests and not _needed(under, strip.end, reach)),
-                    reachable=under.owner >= strip.end,
-                    pinned=id(strip) in cache.needed or under.pin >= strip.end,
+                    or breaks <= strip.start
+                    or (strip.last_used < cache.requests and not _needed(under, strip, reach)),
+                    reachable=under.owner > strip.start,
+                    pinned=id(strip) in cache.needed or under.pin > strip.start,
                     seen=under.seen,
-                    back=min(_needed(under, strip.end, reach), default=INTERIOR),
+                    back=min(_needed(under, strip, reach), default=INTERIOR),
                 ),
             )
         for at, mark in sorted(node.marks.items()):
@@ -216,9 +216,9 @@ def _holder(holds: list[tuple[int, int | None]], at: int) -> int | None:
     return holds[bisect_right(holds, at, key=lambda hold: hold[0]) - 1][1]
 
 
-def _needed(under: _Below, end: int, reach: int) -> list[int]:
-    """For each mark that needs the strip up to ``end``: the marks between it and a tip."""
-    return [back for at, back in under.places if end <= at < end + reach]
+def _needed(under: _Below, strip: Strip, reach: int) -> list[int]:
+    """For each mark that needs rows of the strip: the marks between it and a tip."""
+    return [back for at, back in under.places if strip.start < at < strip.end + reach]
 
 
 def _whole_windows(cache: PrefixCache, order: list[_Node]) -> set[tuple[int, int]]:
