@@ -134,6 +134,10 @@ class Shelf:
         found = [entry for entry in self._listing.entries() if entry.key in gone]
         return sum(remove(entry.path, self._store.faults) for entry in found)
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what is queued is written; False when ``timeout`` seconds passed first."""
+        return self._store.flush(timeout)
+
     def usage(self) -> Usage:
         """What this model's files take."""
         return self._listing.usage()
@@ -231,7 +235,7 @@ def take_down(directory: Path) -> None:
     """Remove a model's directory where nothing is in it any more."""
     with suppress(OSError):
         for shard in directory.iterdir():
-            with suppress(OSError):
+            if shard.name != LABEL:
                 shard.rmdir()
-        (directory / LABEL).unlink()
+        (directory / LABEL).unlink(missing_ok=True)
         directory.rmdir()

@@ -93,7 +93,7 @@ def checked(path: Path | str, name: str, value: Any, room: int) -> Entry:
     """
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        whole = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, end))
     except (TypeError, KeyError, ValueError) as error:
         raise BadModel(path, f"the tensor {name[:80]!r} is described wrongly") from error
     if not whole or dtype not in _BITS:
