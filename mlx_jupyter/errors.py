@@ -105,6 +105,10 @@ class ComputeError(LLMError):
     """The model, the sampler or the template raised; the engine itself is sound."""
 
 
+class Interrupted(Exception):
+    """The caller's cancel flag was set; nothing half-made is left in use. Never reaches users."""
+
+
 class Cancelled(KeyboardInterrupt):
     """The user's interrupt ended a request; what was computed is kept.
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from mlx_jupyter import blas
+
+settings.register_profile("mlx-jupyter", deadline=None)  # no test asserts a speed
+settings.load_profile("mlx-jupyter")
 
 blas.ensure()  # before any test module imports mlx
 

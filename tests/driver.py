@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.cache.pages import Mark
     from mlx_jupyter.cache.session import Session
+    from mlx_jupyter.cache.store_shelf import Shelf
 
 CHUNK = 16
 
@@ -47,8 +48,8 @@ def uncompiled() -> Iterator[None]:
     mx.enable_compile()
 
 
-def new_cache(model, budget: int = 1 << 30) -> PrefixCache:
-    return PrefixCache(lambda: make_prompt_cache(model), budget=budget, name="fake")
+def new_cache(model, budget: int = 1 << 30, shelf: Shelf | None = None) -> PrefixCache:
+    return PrefixCache(lambda: make_prompt_cache(model), budget=budget, name="fake", shelf=shelf)
 
 
 def ask(

@@ -23,7 +23,6 @@ from mlx_jupyter.engine.request import Failed
 from mlx_jupyter.engine.serve import Serve
 from mlx_jupyter.engine.thread import EngineThread
 from mlx_jupyter.engine.workshop import Workshop
-from mlx_jupyter.models.sources import Interrupted
 from probes import HANG, Gate
 
 
@@ -176,7 +175,7 @@ class TestClosing:
             begun.set()
             while not cancelled():
                 time.sleep(0.001)
-            raise Interrupted
+            raise err.Interrupted
 
         monkeypatch.setattr(Workshop, "load", slow)
         raised: list[BaseException] = []

@@ -15,8 +15,7 @@ from fakes import FakeModel
 from mlx_jupyter.cache import exact
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.verify import verify
-from mlx_jupyter.errors import BadRequest
-from mlx_jupyter.models.sources import Interrupted
+from mlx_jupyter.errors import BadRequest, Interrupted
 from test_families import Watched
 from tiny_models import FAMILIES, VOCAB, build
 

@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import gguf_files as files
 from fake_tokenizer import chatml_tokenizer
 from fakes import FakeModel
-from mlx_jupyter.errors import BadModel, ModelDoesNotFit
+from mlx_jupyter.errors import BadModel, Interrupted, ModelDoesNotFit
 from mlx_jupyter.models import limits, memory, precision, sources, tensors
 from mlx_jupyter.models.pool import GIVEN, ModelPool, cache_layers
 
@@ -185,7 +185,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_asking(tmp_path):
 def test_a_cancelled_load_leaves_the_pool_as_it_was(tmp_path):
     directory = model_dir(tmp_path)
     pool = ModelPool()
-    with pytest.raises(sources.Interrupted):
+    with pytest.raises(Interrupted):
         pool.load(str(directory), cancelled=lambda: True)
     assert pool.infos() == ()
 

@@ -530,7 +530,7 @@ def test_forgetting_given_up_leaves_keeps_what_their_parent_holds(
     (parent,) = [n for n in cache.trie.nodes() if n.children]
     for leaf in parent.children.values():
         for page in leaf.pages:
-            page.drop()
+            page.leave()
     monkeypatch.setattr("mlx_jupyter.cache.ghosts.GHOST_TOKENS", 0)
     cache._prune()
     cache.check()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import gguf_files as files
-from mlx_jupyter.errors import BadModel, ModelNotFound
+from mlx_jupyter.errors import BadModel, Interrupted, ModelNotFound
 from mlx_jupyter.models import child, paths, sources, tensors, wheel
 
 
@@ -125,7 +125,7 @@ def test_leftovers_of_a_crash_are_removed(gguf_file):
 
 def test_a_cancel_leaves_nothing_and_the_next_try_works(gguf_file):
     looks = iter(range(100))
-    with pytest.raises(sources.Interrupted):
+    with pytest.raises(Interrupted):
         sources.resolve(str(gguf_file), cancelled=lambda: next(looks) >= 3)
     assert [p for p in paths.models().iterdir() if p.suffix != ".lock"] == []
     assert sources.resolve(str(gguf_file)).path.is_dir()
@@ -156,7 +156,7 @@ def test_waiting_for_another_process_can_be_cancelled(gguf_file):
     (path / "config.json").unlink()
     with (
         sources._only_one(paths.models() / f".{path.name}.lock", lambda *_: None, lambda: False),
-        pytest.raises(sources.Interrupted),
+        pytest.raises(Interrupted),
     ):
         sources.resolve(str(gguf_file), cancelled=lambda: True)
 
@@ -317,7 +317,7 @@ def test_a_cancel_ends_a_child_that_ignores_requests_and_its_own_child(tmp_path,
         f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{other.pid}}\\n')\n"
         "time.sleep(60)"
     )
-    with pytest.raises(child.Interrupted):
+    with pytest.raises(Interrupted):
         run(code, tmp_path, cancelled=lambda: note.exists() and note.read_text().endswith("\n"))
     for pid in map(int, note.read_text().split()):
         for _ in range(50):
@@ -567,7 +567,7 @@ def test_a_cancelled_download_returns_at_once_and_keeps_its_whole_files(hub, lar
     def half_way() -> bool:
         return child.tree_bytes(blobs) > 10_000_000
 
-    with pytest.raises(sources.Interrupted):
+    with pytest.raises(Interrupted):
         sources.resolve("tiny/model", cancelled=half_way)
     assert list(blobs.glob("*.incomplete")) == []
     hub.stall.clear()

@@ -58,10 +58,9 @@ def _node_view(
         pages=tuple(
             PageView(p.start, p.end, p.residence, p.nbytes, p.last_used) for p in node.pages
         ),
-        strips=tuple(StripView(s.start, s.end, s.nbytes) for s in node.strips),
+        strips=tuple(StripView(s.start, s.end, s.nbytes, s.residence) for s in node.strips),
         marks=tuple(
-            MarkView(m.at, m.kind, "device" if m.nbytes else "live", m.nbytes)
-            for _, m in sorted(node.marks.items())
+            MarkView(m.at, m.kind, m.residence, m.nbytes) for _, m in sorted(node.marks.items())
         ),
         uses=node.uses,
         last_used=node.last_used,

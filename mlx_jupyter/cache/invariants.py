@@ -11,7 +11,8 @@ Whenever nothing is in flight (after open, after each chunk of a prefill, before
    windows. (A live state may share a snapshot's until the next token is computed.)
 5. A page or strip has exactly its tokens' rows, of every layer of its kind.
 6. A mark stands at an offset that was really reached: it has the states of all state layers, and
-   those that know their offset stand at it. Only the tip's may be in the live cache alone.
+   those that know their offset stand at it. Only the tip's may be in the live cache alone, and
+   those that a file has may be in no memory.
 7. An owner has one tip.
 
 Between sessions, as well:
@@ -73,9 +74,11 @@ def check_settled(cache: PrefixCache) -> None:
     for node in cache.trie.nodes():
         for page in node.pages:
             held = page.residence == "device"
+            assert page.residence != "disk" or page.twin is not None, f"no file has {page}"
             _check_rows(page, len(leaves.rows) if held else 0)
         for strip in node.strips:
-            _check_rows(strip, len(leaves.windows))
+            assert strip.stacks or strip.twin is not None, f"{strip} is nowhere"
+            _check_rows(strip, len(leaves.windows) if strip.stacks else 0)
         for mark in node.marks.values():
             _check_mark(cache, mark)
     _check_bytes(cache)
@@ -91,6 +94,8 @@ def _check_rows(thing: Page | Strip, layers: int) -> None:
 
 def _check_mark(cache: PrefixCache, mark: Mark) -> None:
     states = len(cache.live.leaves.states)
+    if mark.entry is not None and not mark.states:
+        return  # a file has them
     assert len(mark.states) == (0 if mark is cache.tip else states), f"states missing: {mark}"
     for state in mark.states:
         at = getattr(state, "offset", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ class Live:
         self.computed_from = 0
         self.windowed = 0
 
+    def fresh_states(self) -> tuple[ly.StateLayer, ...]:
+        """The state layers of another, empty cache."""
+        return ly.Leaves.of(self._make()).states
+
     def fresh(self) -> list[Any]:
         """Another, empty cache for the model."""
         return self._make()
@@ -92,6 +97,25 @@ class Live:
         windows = [(i, w.rows(last, last + 1)) for i, w in enumerate(self.leaves.windows)]
         self._order = _grouped(rows), _grouped(windows)
 
+    @property
+    def order(self) -> str:
+        """The order of the full and of the window layers in the stacks, for other processes."""
+        assert self._order is not None
+        return json.dumps(self._order)
+
+    def take_order(self, text: str) -> bool:
+        """Take over another process's order; False when it isn't one of these layers."""
+        try:
+            rows, windows = json.loads(text)
+            fits = sorted(rows) == list(range(len(self.leaves.rows))) and sorted(windows) == list(
+                range(len(self.leaves.windows))
+            )
+        except (ValueError, TypeError):
+            return False
+        if fits and self._order is None:
+            self._order = tuple(rows), tuple(windows)
+        return fits and self._order == (tuple(rows), tuple(windows))
+
     def full_layers(self) -> list[ly.RowsLayer]:
         """The layers whose rows make up pages, in the order of the stacks."""
         assert self._order is not None
@@ -122,7 +146,11 @@ class Live:
             ids: the tokens to append.
             total: rows to have room for.
         """
-        start, end = self.offset, self.offset + len(ids)
+        if self.leaves.rows:
+            self._append(pages, self.offset, self.offset + len(ids), total)
+        self.ids.frombytes(ids.astype(np.int32).tobytes())
+
+    def _append(self, pages: Sequence[Page], start: int, end: int, total: int) -> None:
         if self.gpu:
             # Launches dominate: few large copies first, then one a layer.
             parts = [list(unstack(joined_stacks(pages, start, end)))]
@@ -137,7 +165,6 @@ class Live:
                 mx.eval(waiting)
                 waiting = []
         mx.eval(waiting)
-        self.ids.frombytes(ids.astype(np.int32).tobytes())
 
     def set_windows(self, at: int, strips: Sequence[Strip], since: int | None = None) -> None:
         """Put the window layers to position ``at``, from strips that cover what each needs.
@@ -166,7 +193,7 @@ class Live:
         """Put the state layers to a snapshot, or to their beginning when there is none."""
         if not self.leaves.states:
             return
-        source = states or [leaf.cache for leaf in ly.Leaves.of(self._make()).states]
+        source = states or [leaf.cache for leaf in self.fresh_states()]
         for layer, twin in zip(self.leaves.states, source, strict=True):
             layer.restore(twin)
 

@@ -64,6 +64,7 @@ class Match:
         snapshots: offsets up to ``held`` where states can be restored, ascending.
         windows: positions up to ``known`` whose window rows are stored, as joined spans.
         at_leaf: the known prefix ends where a stored sequence ends.
+        away: positions up to ``held`` whose pages aren't in the device's memory, as joined spans.
         exact: in exactness mode, the offsets up to ``known`` that may be restored, ascending.
     """
 
@@ -75,6 +76,7 @@ class Match:
     snapshots: tuple[int, ...]
     windows: tuple[Span, ...]
     at_leaf: bool
+    away: tuple[Span, ...] = ()
     exact: np.ndarray | None = None
 
 
@@ -100,6 +102,7 @@ def match(
     snapshots: list[int] = []
     windows: list[Span] = []
     passes: list[np.ndarray] = []
+    away: list[Span] = []
     node, at_leaf = root, False
     while known < len(ids):
         child = node.child(int(ids[known]))
@@ -114,6 +117,8 @@ def match(
                 break
             broken = page.residence == "gone"
             held = held if broken else min(page.end, known)
+            if page.residence in ("disk", "host"):
+                away.append((page.start, held))
         if child.strips:
             windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
         if exact:
@@ -132,6 +137,7 @@ def match(
         snapshots=tuple(sorted(snapshots)),
         windows=tuple(joined(windows)),
         at_leaf=at_leaf,
+        away=tuple(joined(away)),
         exact=np.concatenate([np.zeros(0, np.intp), *passes]) if exact else None,
     )
 
@@ -139,7 +145,7 @@ def match(
 def _offsets(marks: Mapping[int, Any] | Iterable[Any]) -> list[int]:
     """Offsets of the marks that have a snapshot of their own."""
     values: Iterable[Any] = marks.values() if isinstance(marks, Mapping) else marks
-    return [m.at for m in values if m.nbytes]
+    return [m.at for m in values if m.residence != "live"]
 
 
 def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
@@ -160,8 +166,11 @@ def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
             p for p in found.snapshots if p <= limit and needs.windows_held(p, found.windows)
         }
     else:
-        common = needs.furthest(min(found.common, furthest), found.windows)
-        choices |= {rounded, _rounded(found, needs, common)}
+        stops = [found.common, *(start for start, _ in found.away)]
+        for stop in stops:
+            place = needs.furthest(min(stop, furthest), found.windows)
+            choices.add(_rounded(found, needs, place))
+        choices.add(rounded)
     if found.live == found.common <= furthest:
         choices.add(found.live)
     if found.exact is not None:
@@ -170,9 +179,14 @@ def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
             p for p in choices if not p or (p in found.exact and (not chunked or p == found.live))
         }
 
+    def read(place: int) -> int:
+        spans = ((max(a, found.common), min(b, place)) for a, b in found.away)
+        return sum(max(b - a, 0) for a, b in spans)
+
     def cost(place: int) -> tuple[float, int]:
         restored = place - min(found.common, place)
-        return rates.cost(restored, found.prompt - place), -place
+        from_away = read(place)
+        return rates.cost(restored - from_away, found.prompt - place, from_away), -place
 
     start = min(choices, key=cost)
     reused = min(found.common, start)
@@ -181,6 +195,7 @@ def decide(found: Match, needs: Needs, rates: Rates | None = None) -> Plan:
         reused=reused,
         restored=start - reused,
         recomputed=found.prompt - start,
+        read=read(start),
         why=_why(
             found, start, max(choices), max(rounded, *choices), max(limit, *choices), furthest
         ),

@@ -1,10 +1,11 @@
 """What is stored outside the live cache, and where it lives: pages, strips and marks.
 
 A *page* holds the full layers' rows of up to 256 tokens. Its residence is ``live`` (the rows are in
-the model's live cache, no bytes of its own), ``device`` (arrays of its own) or ``gone``; it changes
-only through the methods here. A *strip* holds the window layers' rows of up to 256 tokens, always
-in arrays of its own, since a live window soon loses them. A *mark* holds the state layers' content
-at one offset.
+the model's live cache, no bytes of its own), ``device`` (arrays of its own), ``disk`` (a file has
+them) or ``gone``; it changes only through the methods here. A *strip* holds the window layers' rows
+of up to 256 tokens, in arrays of its own or in a file, since a live window soon loses them. A
+*mark* holds the state layers' content at one offset. Whatever lies in memory may have its twin in a
+file: then giving it up costs nothing.
 
 Rows are stored stacked over the layers that are alike, so that a long conversation is few buffers:
 for each group of layers its arrays with the layers on the leading axis, in place of the batch of 1.
@@ -23,6 +24,7 @@ from mlx_jupyter.cache.trie import PAGE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mlx_jupyter.cache.store_listing import Entry
     from mlx_jupyter.cache.view import MarkKind, Residence
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class Tally:
 class _Stored:
     """Rows of the tokens ``[start, end)`` in arrays of their own, counted in ``tally``."""
 
-    __slots__ = ("end", "last_used", "nbytes", "stacks", "start", "tally")
+    __slots__ = ("end", "entry", "last_used", "nbytes", "stacks", "start", "tally")
 
     def __init__(self, start: int, end: int, tally: Tally) -> None:
         self.start = start
@@ -93,6 +95,14 @@ class _Stored:
         self.stacks: Stacks = ()
         self.nbytes = 0
         self.last_used = 0
+        self.entry: Entry | None = None
+
+    @property
+    def twin(self) -> Entry | None:
+        """The file that has all its rows, maybe more."""
+        entry = self.entry
+        covers = entry is not None and entry.start <= self.start and self.end <= entry.end
+        return entry if covers else None
 
     @property
     def tokens(self) -> int:
@@ -125,7 +135,7 @@ class _Stored:
     def _twin(self, start: int, end: int) -> Self:
         """An empty one of its kind."""
         twin = type(self)(start, end, self.tally)
-        twin.last_used = self.last_used
+        twin.last_used, twin.entry = self.last_used, self.entry
         return twin
 
     def split(self, at: int) -> tuple[Self, Self]:
@@ -148,6 +158,11 @@ class Strip(_Stored):
 
     __slots__ = ()
 
+    @property
+    def residence(self) -> Residence:
+        """Where its rows are."""
+        return "device" if self.stacks else "disk"
+
 
 class Page(_Stored):
     """Rows of the full layers."""
@@ -169,10 +184,27 @@ class Page(_Stored):
         self.release()
         self.residence = "live"
 
-    def drop(self) -> None:
-        """Give the rows up."""
+    def leave(self) -> None:
+        """Give the rows up, as far as no file has them."""
         self.release()
+        self.residence = "disk" if self.twin else "gone"
+
+    def found(self, entry: Entry) -> None:
+        """A file has the rows."""
+        assert not self.stacks, self
+        self.entry = entry
+        self.residence = "disk"
+
+    def lose(self) -> None:
+        """The file isn't there any more."""
+        self.entry = None
         self.residence = "gone"
+
+    def arrive(self, stacks: Stacks) -> None:
+        """Disk → device: own rows that were read."""
+        assert self.residence == "disk", self
+        self.hold(stacks)
+        self.residence = "device"
 
     def _twin(self, start: int, end: int) -> Self:
         twin = super()._twin(start, end)
@@ -238,6 +270,7 @@ class Mark:
             and for models without state layers.
         nbytes: bytes of its own.
         last_used: the request counter at the last use.
+        entry: the file that has the states.
     """
 
     at: int
@@ -245,8 +278,20 @@ class Mark:
     states: list[Any] = field(default_factory=list)
     nbytes: int = 0
     last_used: int = 0
+    entry: Entry | None = None
+
+    @property
+    def residence(self) -> Residence:
+        """Where the states are; for models without state layers, "live"."""
+        if self.states:
+            return "device"
+        return "disk" if self.entry else "live"
+
+    def hold(self, states: list[Any]) -> None:
+        """Own these states (compact and evaluated)."""
+        self.states = states
+        self.nbytes = ly.nbytes(states)
 
     def take(self, layers: Sequence[ly.StateLayer]) -> None:
         """Snapshot the layers, which stand at ``at``."""
-        self.states = [layer.snapshot() for layer in layers]
-        self.nbytes = ly.nbytes(self.states)
+        self.hold([layer.snapshot() for layer in layers])

@@ -6,7 +6,7 @@ and told in a footer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CauseCode = Literal[
@@ -54,25 +54,32 @@ class Rates:
 
     Attributes:
         prefill: computing a prompt token.
-        restore: reading a token's rows in from pages.
+        restore: putting a token's rows back from pages in the device's memory.
+        read: from pages elsewhere, reading included.
     """
 
     prefill: float = 0.0
     restore: float = 0.0
+    read: float = 0.0
 
-    def cost(self, restored: int, recomputed: int) -> float:
+    def cost(self, restored: int, recomputed: int, read: int = 0) -> float:
         """Seconds that a plan takes; without measurements every recomputed token counts."""
         if not self.prefill:
             return float(recomputed)
-        return self.restore * restored + self.prefill * recomputed
+        return self.restore * restored + self.read * read + self.prefill * recomputed
 
-    def seen(self, *, prefill: float = 0.0, restore: float = 0.0) -> Rates:
-        """With one more measurement of either, in seconds a token."""
-        return Rates(_smoothed(self.prefill, prefill), _smoothed(self.restore, restore))
+    def seen(self, *, prefill: float = 0.0, restore: float = 0.0, read: float = 0.0) -> Rates:
+        """With one more measurement of any, in seconds a token."""
+        return replace(
+            self,
+            prefill=_smoothed(self.prefill, prefill),
+            restore=_smoothed(self.restore, restore),
+            read=_smoothed(self.read, read),
+        )
 
     def doubted(self) -> Rates:
         """After reading in was passed over: what was measured may not hold for ever."""
-        return Rates(self.prefill, self.restore * 0.9)
+        return replace(self, restore=self.restore * 0.9, read=self.read * 0.9)
 
 
 def _smoothed(old: float, new: float) -> float:
@@ -89,8 +96,9 @@ class Plan:
     Attributes:
         prompt: tokens in the prompt.
         reused: tokens that stay where they are in the live cache.
-        restored: tokens whose rows are read in from pages.
+        restored: tokens whose rows are put back from pages.
         recomputed: tokens to prefill (the last one always).
+        read: of the restored ones, those whose pages aren't in the device's memory.
         why: reasons for ``recomputed``; their tokens add up to it.
     """
 
@@ -99,6 +107,7 @@ class Plan:
     restored: int
     recomputed: int
     why: tuple[Cause, ...] = ()
+    read: int = 0
 
     @property
     def cached(self) -> int:

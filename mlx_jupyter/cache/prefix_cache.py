@@ -27,15 +27,17 @@ from mlx_jupyter.cache.ghosts import forget_oldest
 from mlx_jupyter.cache.invariants import check, own_bytes
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
-from mlx_jupyter.cache.needs import Span, joined, lattice, without
-from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture, joined_pages
+from mlx_jupyter.cache.needs import joined, lattice, without
+from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture
 from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
+from mlx_jupyter.cache.tiers import Tiers
 from mlx_jupyter.cache.trie import PAGE, Node, Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
+    from mlx_jupyter.cache.store_shelf import Shelf
     from mlx_jupyter.cache.view import MarkKind, TreeView
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class PrefixCache:
         budget: bytes that live cache, pages and snapshots may take together.
         name: the model's short name, for descriptions.
         clock: monotonic seconds, for what restoring costs.
+        shelf: where what the model computed outlives memory; None for nowhere.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PrefixCache:
         budget: int,
         name: str = "",
         clock: Callable[[], float] = time.perf_counter,
+        shelf: Shelf | None = None,
     ) -> None:
         self.budget = budget
         self.name = name
@@ -74,10 +78,11 @@ class PrefixCache:
         self.version = 0
         self.needed: set[int] = set()
         self.tip: Mark | None = None
+        self.tiers = Tiers(self, shelf)
         self._exact = False
 
     def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
-        self._tally = tally = Tally()
+        self.tally = tally = Tally()
         return Trie(lambda start, end: Page(start, end, tally), first)
 
     @property
@@ -118,7 +123,7 @@ class PrefixCache:
 
     def stored_bytes(self) -> int:
         """Bytes of pages, strips and snapshots outside the live cache."""
-        return self._tally.nbytes
+        return self.tally.nbytes
 
     def view(self) -> TreeView:
         """An immutable description of now."""
@@ -135,6 +140,7 @@ class PrefixCache:
         marks: Sequence[tuple[int, MarkKind]] = (),
         owner: str | None = None,
         label: str | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Session:
         """A session for a prompt; use it as a context manager.
 
@@ -144,11 +150,15 @@ class PrefixCache:
             marks: (offset, kind) where a conversation will come back to.
             owner: the cell or branch that keeps the result reachable.
             label: how the owner is shown.
+            cancelled: looked at while stored pages are read.
         """
         self.requests += 1
         if owner is not None:
             self.labels[owner] = label or owner
-        return Session(self, np.asarray(ids, np.int32), room=room, marks=marks, owner=owner)
+        prompt = np.asarray(ids, np.int32)
+        self.tiers.changed()
+        self.tiers.adopt(prompt)
+        return Session(self, prompt, room=room, marks=marks, owner=owner, cancelled=cancelled)
 
     def vacate(self, keep: int, total: int) -> None:
         """Move what the live cache holds beyond ``keep`` tokens into pages of its own.
@@ -172,90 +182,8 @@ class PrefixCache:
         if staying:
             capture(staying, self.live.full_layers(), gpu=self.live.gpu)
         if self.tip is not None:
-            self.tip.take(self.live.leaves.states)
-            self._tally.nbytes += self.tip.nbytes
+            self.take(self.tip)
             self.tip = None
-
-    def record(
-        self, owner: str | None = None, tip: MarkKind | None = None, mark: MarkKind | None = None
-    ) -> PathNode:
-        """Put the live path into the trie: its rows are live, its new window rows stored.
-
-        Args:
-            owner: whose tip this is; its former one is released.
-            tip: kind of the mark at the end of a request, where the live states stand.
-            mark: kind of a mark on the way; states are copied.
-
-        Returns:
-            The node that the path ends in.
-        """
-        offset = self.live.offset
-        if not offset:
-            return self.trie.root
-        self.live.learn_order()
-        node = self.trie.insert(self.live.id_array())
-        path = node.path()
-        if self.exact:
-            self._note_passes(path)
-        if offset < node.end:
-            self.trie.split_pages(node, offset)
-        for step in path:
-            step.uses += tip is not None
-            step.last_used = self.requests
-            for page in step.pages:
-                if page.end <= offset:
-                    page.now_live()
-                    page.last_used = self.requests
-            step.pages = joined_pages(step.pages)
-        self._store_windows(path)
-        if (mark or tip) and (self.needs.stateful or self.needs.windows):
-            self._mark(node, offset, mark or tip or "answer", copy=mark is not None)
-        if owner is not None:
-            self.release(owner)
-            node.owners[owner] = offset
-        return node
-
-    def _note_passes(self, path: Sequence[PathNode]) -> None:
-        """Note what computed the live path; snapshots of other passes' states go."""
-        passes = np.array(self.live.passes, np.bool_)
-        unchanged = exact.note(path, passes, self.live.computed_from)
-        for node in path:
-            for mark in list(node.marks.values()):
-                if mark.at <= len(passes) and not unchanged(mark.at):
-                    self._drop_mark(node, mark)
-
-    def _mark(self, node: PathNode, at: int, kind: MarkKind, *, copy: bool) -> None:
-        present = node.marks.get(at)
-        if present is not None and (present.states or not self.needs.stateful):
-            present.last_used = self.requests
-            return
-        made = Mark(at, kind, last_used=self.requests)
-        if self.needs.stateful and copy:
-            made.take(self.live.leaves.states)
-            self._tally.nbytes += made.nbytes
-        elif self.needs.stateful:
-            self.tip = made
-        node.marks[at] = made
-
-    def _store_windows(self, path: Sequence[PathNode]) -> None:
-        """Copy the window rows since the last time into strips along the live path."""
-        live = self.live
-        if not live.leaves.windows:
-            return
-        for node in path:
-            span = max(node.start, live.windowed), min(node.end, live.offset)
-            if span[0] >= span[1]:
-                continue
-            if self.exact:
-                self._drop_strips(node, span)  # those of other passes
-            for a, b in without(span, joined((s.start, s.end) for s in node.strips)):
-                for start, end in _by_page(a, b):
-                    strip = Strip(start, end, self._tally)
-                    strip.hold(live.window_rows(start, end))
-                    strip.last_used = self.requests
-                    node.strips.append(strip)
-            node.strips.sort(key=lambda s: s.start)
-        live.windowed = live.offset
 
     def thin(self, since: int) -> None:
         """Give up what lies between the places of the live path that are worth coming back to.
@@ -269,7 +197,7 @@ class PrefixCache:
         for node in path:
             for mark in list(node.marks.values()):
                 if mark.kind == "periodic" and not lattice(mark.at, self.live.offset):
-                    self._drop_mark(node, mark)
+                    self.drop_mark(node, mark)
         places = [*(at for n in path for at in n.marks), self.live.offset, since]
         kept = joined([*(s for at in places for s in self.needs.spans(at)), (since, 1 << 62)])
         for node in path:
@@ -282,15 +210,14 @@ class PrefixCache:
                     strip.release()
                     node.strips.remove(strip)
 
-    def _drop_strips(self, node: PathNode, span: Span) -> None:
-        for edge in span:
-            self.trie.split_strips(node, edge)
-        for strip in [s for s in node.strips if span[0] <= s.start < span[1]]:
-            strip.release()
-            node.strips.remove(strip)
+    def take(self, mark: Mark) -> None:
+        """Copy the live states, which stand there, into a mark."""
+        mark.take(self.live.leaves.states)
+        self.tally.nbytes += mark.nbytes
 
-    def _drop_mark(self, node: PathNode, mark: Mark) -> None:
-        self._tally.nbytes -= node.marks.pop(mark.at).nbytes
+    def drop_mark(self, node: PathNode, mark: Mark) -> None:
+        """Take a mark out, with its states."""
+        self.tally.nbytes -= node.marks.pop(mark.at).nbytes
         if mark is self.tip:
             self.tip = None
 
@@ -321,7 +248,7 @@ class PrefixCache:
             for page in node.pages:
                 if page.residence == "live":
                     if self.live.leaves.rows:
-                        page.drop()
+                        page.leave()
                     else:
                         page.capture(())  # without full layers it holds nothing: nothing is lost
         self.forget_live()
@@ -330,7 +257,8 @@ class PrefixCache:
         """Start with an empty live cache; nothing in the trie may be ``live`` any more."""
         if self.tip is not None:
             node, _ = self.trie.match(self.live.id_array()[: self.tip.at])
-            node.marks.pop(self.tip.at, None)
+            if self.tip.entry is None:
+                node.marks.pop(self.tip.at, None)
             self.tip = None
         self.live.reset()
 
@@ -367,7 +295,7 @@ class PrefixCache:
         for node in self._live_path():
             for page in node.pages:
                 if page.start >= keep and page.residence == "live":
-                    page.drop()
+                    page.leave()
         self.live.rewind(keep)
         self.live.shrink()
 
@@ -383,17 +311,29 @@ class PrefixCache:
             return
         before = self.stored_bytes()
         described, things = items(self, leaving)
-        for key in retention.choose(described, need, self.requests):
-            thing, node = things[key]
-            if isinstance(thing, Page):
-                thing.drop()
-            elif isinstance(thing, Strip):
-                thing.release()
-                node.strips.remove(thing)
-            else:
-                self._drop_mark(node, thing)
+        chosen = retention.choose(described, need, self.requests)
+        useless = {item.key for item in described if item.useless}
+        self.tiers.keep([things[key] for key in chosen if key not in useless])
+        for key in chosen:
+            self._leave(*things[key])
         self._prune()
         log.debug("gave up %d bytes, %d were needed", before - self.stored_bytes(), need)
+
+    def _leave(self, thing: Page | Strip | Mark, node: PathNode) -> None:
+        """Give a thing up in memory; what has no file is gone."""
+        if isinstance(thing, Page):
+            thing.leave()
+        elif isinstance(thing, Strip):
+            thing.release()
+            if thing.twin is None:
+                node.strips.remove(thing)
+        elif thing.entry is None:
+            self.drop_mark(node, thing)
+        else:
+            self.tally.nbytes -= thing.nbytes
+            thing.hold([])
+            if thing is self.tip:
+                self.tip = None
 
     def evict(self, nbytes: int | None = None) -> int:
         """Give up at least ``nbytes`` now, or everything, the live cache included; bytes freed."""
@@ -410,6 +350,7 @@ class PrefixCache:
         """Forget everything."""
         self.tip = None
         self.live.reset()
+        self.tiers.changed()
         # Numbers go on, so that a node is never taken for a forgotten one.
         self.trie = self._empty_trie(self.trie.next_number)
         mx.clear_cache()
@@ -421,10 +362,3 @@ class PrefixCache:
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
         check(self)
-
-
-def _by_page(start: int, end: int) -> Iterable[Span]:
-    while start < end:
-        stop = min(end, (start // PAGE + 1) * PAGE)
-        yield start, stop
-        start = stop

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, Self
 from mlx_jupyter.cache import exact
 from mlx_jupyter.cache.match import decide
 from mlx_jupyter.cache.needs import MARK_EVERY
+from mlx_jupyter.cache.recording import record
+from mlx_jupyter.errors import Interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     import numpy as np
 
     from mlx_jupyter.cache.pages import Mark, Page, Strip
     from mlx_jupyter.cache.plan import Plan
-    from mlx_jupyter.cache.prefix_cache import PrefixCache
+    from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
     from mlx_jupyter.cache.view import MarkKind
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ ROOM = 512
 
 PERIOD = 8192
 """Tokens between two periodic marks of a long prefill."""
+
+BATCH = 16
+"""Pages that are put in place together on a GPU, where launches cost more than copies."""
 
 MEASURED = 256
 """Tokens below which a measurement says more about fixed costs than about the tokens."""
@@ -65,20 +70,27 @@ class Session:
         room: int,
         marks: Sequence[tuple[int, MarkKind]],
         owner: str | None,
+        cancelled: Callable[[], bool],
     ) -> None:
-        found = cache.match(ids)
         self._cache = cache
         self._ids = ids
         self._total = _rounded(len(ids) + min(room, AHEAD))
+        self._marks = marks
         self._owner = owner
+        self._told_to_stop = cancelled
+        self.node: int | None = None
+        self.cancelled = False
+        self._decide()
+
+    def _decide(self) -> None:
+        """Plan by what is there now."""
+        cache = self._cache
+        found = cache.match(self._ids)
         self.plan: Plan = decide(found, cache.needs, cache.rates)
         if any(cause.code == "cost" for cause in self.plan.why):
             cache.rates = cache.rates.doubted()
         self.start = self.plan.cached
-        self.node: int | None = None
-        self.cancelled = False
-        self._cuts = self._places(marks, found.known)
-        self._settle_at = 0
+        self._cuts = self._places(self._marks, found.known)
         self._settled(self.start)
 
     def _places(self, marks: Sequence[tuple[int, MarkKind]], known: int) -> dict[int, MarkKind]:
@@ -109,46 +121,55 @@ class Session:
 
     def __enter__(self) -> Self:
         try:
-            self._restore()
+            while not self._restore():
+                log.debug("open: something stored is gone, planning again")
+                self._decide()
+        except Interrupted:
+            self._cache.fit_live()
+            self._cache.enforce()
+            raise
         except BaseException:
             self._cache.drop_live()
             raise
         log.debug("open: %s", self.plan)
         return self
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Bring the live cache to where the plan says; False when a file isn't there any more."""
         cache, live, start, keep = self._cache, self._cache.live, self.start, self.plan.reused
         in_place = keep == start == live.offset > 0
-        pages, strips, mark = ([], [], None) if in_place else self._stored(keep, start)
+        pages, strips, marks = ([], [], []) if in_place else self._stored(keep, start)
         if self._owner is not None:
             # Its former tip is no longer asked for: it must not compete for bytes.
             cache.release(self._owner)
-        cache.needed = {id(thing) for thing in (*pages, *strips, mark)}
+        if not cache.tiers.fetch([*strips, *marks]):
+            return False
+        cache.needed = {
+            id(thing) for thing in (*pages, *(s for s, _ in strips), *(m for m, _ in marks))
+        }
         try:
             cache.vacate(keep, self._total)
         finally:
             cache.needed = set()
         if not in_place:
             live.rewind(keep)
-            if keep < start:
-                began = cache.now()
-                live.read_in(pages, self._ids[keep:start], self._total)
-                if start - keep >= MEASURED:
-                    seconds = (cache.now() - began) / (start - keep)
-                    cache.rates = cache.rates.seen(restore=seconds)
-                for page in pages:
-                    if page.end <= start:
-                        page.now_live()
-            live.set_windows(start, strips, self._since(start))
-            live.set_states(mark.states if mark else ())
+            if pages and not self._read_in(pages):
+                self._stop_short()
+                return False
+            live.set_windows(start, [strip for strip, _ in strips], self._since(start))
+            live.set_states(marks[0][0].states if marks else ())
+            cache.tiers.used(thing.entry for thing in (*pages, *(s for s, _ in strips)))
         live.computed_from = start
         live.fit(self._total)
         cache.reserve(self._total)
+        return True
 
-    def _stored(self, keep: int, start: int) -> tuple[list[Page], list[Strip], Mark | None]:
+    def _stored(
+        self, keep: int, start: int
+    ) -> tuple[list[Page], list[tuple[Strip, PathNode]], list[tuple[Mark, PathNode]]]:
         """What is read in: pages for ``[keep, start)``, window rows and states for ``start``."""
         if not start:
-            return [], [], None
+            return [], [], []
         cache = self._cache
         path = cache.path_to(self._ids[:start])
         pages = [
@@ -156,14 +177,53 @@ class Session:
         ]
         spans = cache.needs.spans(start)
         strips = [
-            s for n in path for s in n.strips if any(a < s.end and s.start < b for a, b in spans)
+            (s, n)
+            for n in path
+            for s in n.strips
+            if any(a < s.end and s.start < b for a, b in spans)
         ]
-        mark = path[-1].marks.get(start)
-        for strip in strips:
+        marks = [(m, path[-1]) for m in path[-1].marks.values() if m.at == start]
+        for strip, _ in strips:
             strip.last_used = cache.requests
-        if mark is not None:
+        for mark, _ in marks:
             mark.last_used = cache.requests
-        return pages, strips, mark
+        return pages, strips, marks
+
+    def _read_in(self, pages: Sequence[Page]) -> bool:
+        """Put pages behind what the live cache holds; False when a file isn't there any more."""
+        cache, live = self._cache, self._cache.live
+        keep, from_disk = live.offset, self.plan.read
+        began = cache.now()
+        with cache.tiers.reading(pages) as arrive:
+            for run in _runs(pages, BATCH if live.gpu else 1):
+                for page in run:
+                    if page.residence == "disk":
+                        if self._told_to_stop():
+                            self._stop_short()
+                            raise Interrupted
+                        if not arrive(page):
+                            return False
+                end = min(run[-1].end, self.start)
+                live.read_in(run, self._ids[live.offset : end], self._total)
+                for page in run:
+                    if page.end <= end:
+                        page.now_live()
+        tokens = self.start - keep
+        if tokens >= MEASURED:
+            seconds = (cache.now() - began) / tokens
+            cache.rates = (
+                cache.rates.seen(read=seconds)
+                if from_disk > tokens // 2
+                else cache.rates.seen(restore=seconds)
+            )
+        return True
+
+    def _stop_short(self) -> None:
+        """Leave the live cache where reading ended; with windows or states it can't stay there."""
+        cache = self._cache
+        if cache.needs.stateful or cache.needs.windows:
+            cache.vacate(0, 0)
+            cache.forget_live()
 
     def _since(self, start: int) -> int | None:
         """In exactness mode: the live cache's passes, and since when a ring has been turning."""
@@ -204,7 +264,7 @@ class Session:
         cache = self._cache
         self._settled(cache.live.offset)
         if cache.needs.windows or (mark and cache.needs.stateful):
-            cache.record(mark=mark)
+            record(cache, mark=mark)
             cache.thin(self.start)
 
     def _settled(self, at: int) -> None:
@@ -240,12 +300,12 @@ class Session:
         elif failed and (cache.needs.stateful or cache.needs.windows):
             # Windows or states may be ahead of the recorded offset: keep the rows and the marks.
             cache.live.windowed = cache.live.offset  # what isn't stored by now can't be trusted
-            cache.record(self._owner)
+            record(cache, self._owner)
             cache.vacate(0, 0)
             cache.forget_live()
         else:
             tip: MarkKind = "interrupt" if self.cancelled else "answer"
-            self.node = cache.record(self._owner, tip=tip).id
+            self.node = record(cache, self._owner, tip=tip).id
             cache.thin(self.start)
 
     def _let_go(self) -> None:
@@ -264,6 +324,20 @@ class Session:
             log.debug("evaluating the live cache failed", exc_info=True)
             return False
         return live.mend_rows()
+
+
+def _runs(pages: Sequence[Page], batch: int) -> Iterator[Sequence[Page]]:
+    """Consecutive pages in memory together, those on disk ``batch`` at a time."""
+    at = 0
+    while at < len(pages):
+        on_disk = pages[at].residence == "disk"
+        end = at + 1
+        while end < len(pages) and (pages[end].residence == "disk") == on_disk:
+            if on_disk and end - at == batch:
+                break
+            end += 1
+        yield pages[at:end]
+        at = end
 
 
 def _rounded(tokens: int) -> int:

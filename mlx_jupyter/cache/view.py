@@ -41,6 +41,7 @@ class StripView:
     start: int
     end: int
     nbytes: int
+    residence: Residence = "device"
 
 
 @dataclass(frozen=True, slots=True)

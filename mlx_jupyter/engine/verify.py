@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.cache import exact
-from mlx_jupyter.models.sources import Interrupted
+from mlx_jupyter.errors import Interrupted
 
 if TYPE_CHECKING:
     import random

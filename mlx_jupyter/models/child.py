@@ -14,6 +14,8 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
+from mlx_jupyter.errors import Interrupted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -27,10 +29,6 @@ retries come first."""
 
 GRACE = 2.0
 """Seconds between asking a child to end and ending it."""
-
-
-class Interrupted(Exception):
-    """The caller's cancel flag was set; nothing half-made is left in use."""
 
 
 class ChildFailed(Exception):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
-from mlx_jupyter.errors import BadModel, ModelDoesNotFit
+from mlx_jupyter.errors import BadModel, Interrupted, ModelDoesNotFit
 from mlx_jupyter.models import limits, memory, precision, sources, tensors
 from mlx_jupyter.models.identity import Witness
 from mlx_jupyter.models.info import ModelInfo
@@ -144,7 +144,7 @@ class ModelPool:
             ModelNotFound: no such model.
             BadModel: its files are wrong.
             ModelDoesNotFit: not enough memory, even with idle models unloaded.
-            sources.Interrupted: ``cancelled`` answered True.
+            Interrupted: ``cancelled`` answered True.
         """
         loaded = self.find(name)
         if loaded is None:
@@ -165,7 +165,7 @@ class ModelPool:
         blas.ensure()
         import_mlx_lm()
         if cancelled():
-            raise sources.Interrupted
+            raise Interrupted
         if progress is not None:
             progress(f"Loading {source.name}", 0, 0)
         where = precision.backend()
@@ -175,7 +175,7 @@ class ModelPool:
         model, tokenizer, config = _read(source)
         precision.settle(model, where)
         if cancelled():
-            raise sources.Interrupted
+            raise Interrupted
         warm_up(model)
         identity = witness.identity(model, where)
         loaded = self._admit(model, tokenizer, config, name=source.name, source=str(source.path))

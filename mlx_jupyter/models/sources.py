@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_jupyter.errors import BadModel, ModelNotFound
+from mlx_jupyter.errors import BadModel, Interrupted, ModelNotFound
 from mlx_jupyter.models import convert, gguf, hub, paths, tensors, wheel
-from mlx_jupyter.models.child import ChildFailed, Interrupted
+from mlx_jupyter.models.child import ChildFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Progress = Callable[[str, int, int], None]
 
-__all__ = ["ALIASES", "DEFAULT_MODEL", "Interrupted", "Source", "resolve"]
+__all__ = ["ALIASES", "DEFAULT_MODEL", "Source", "resolve"]
 
 DEFAULT_MODEL = "smollm2-135m"
 

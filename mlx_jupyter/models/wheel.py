@@ -14,8 +14,9 @@ import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlx_jupyter.errors import Interrupted
 from mlx_jupyter.models import child
-from mlx_jupyter.models.child import ChildFailed, Interrupted
+from mlx_jupyter.models.child import ChildFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,196 @@
+"""Stored things as tensors of bytes and back: what leaves MLX's memory, and comes in again.
+
+Rows keep their stacks: the tensor ``"2.1"`` is the second array of the third group of like layers.
+A snapshot keeps the arrays of each state layer's object, ``"0.3"`` the fourth of the first layer,
+and beside them a plan of the object in JSON, that is put on a fresh object of the same layer: no
+class is ever named by a file.
+
+Used on the engine thread. Packed tensors are views: their arrays must never be written to.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_jupyter.cache.layers import arrays_in
+from mlx_jupyter.cache.store_format import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mlx_jupyter.cache.layers import StateLayer
+    from mlx_jupyter.cache.pages import Stacks
+
+_DTYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+    mx.int32: "I32",
+    mx.uint16: "U16",
+    mx.int16: "I16",
+    mx.uint8: "U8",
+    mx.int8: "I8",
+    mx.uint64: "U64",
+    mx.int64: "I64",
+    mx.bool_: "BOOL",
+}
+_NUMPY = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,  # NumPy has no such type: its bits
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "BOOL": np.bool_,
+}
+_PLAN = "plan"
+_PLAIN = (bool, int, float, str, type(None))
+_DEPTH = 8
+
+
+class Unpackable(Exception):
+    """This can't be packed, or isn't what was packed."""
+
+
+def pack_rows(stacks: Stacks) -> dict[str, Tensor]:
+    """The tensors of rows; views of evaluated arrays."""
+    return {
+        f"{group}.{place}": _pack(array)
+        for group, arrays in enumerate(stacks)
+        for place, array in enumerate(arrays)
+    }
+
+
+def unpack_rows(tensors: Mapping[str, Tensor], start: int, end: int) -> Stacks:
+    """Rows in arrays of their own, evaluated.
+
+    Args:
+        tensors: as packed.
+        start: first token, counted from the tensors' first.
+        end: one past the last token.
+
+    Raises:
+        Unpackable: they aren't rows of so many tokens.
+    """
+    groups: list[list[mx.array]] = []
+    try:
+        while f"{len(groups)}.0" in tensors:
+            arrays: list[mx.array] = []
+            while (name := f"{len(groups)}.{len(arrays)}") in tensors:
+                arrays.append(_cut(tensors[name], start, end))
+            groups.append(arrays)
+    except (TypeError, ValueError, KeyError) as error:
+        raise Unpackable(f"not the rows of {end} tokens: {error}") from error
+    stacks = tuple(tuple(arrays) for arrays in groups)
+    mx.eval(stacks)
+    return stacks
+
+
+def pack_states(states: Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the plan of a snapshot: one compact object for each state layer.
+
+    Raises:
+        Unpackable: an object holds something else than arrays, plain values and lists of them.
+    """
+    tensors: dict[str, Tensor] = {}
+    plans = []
+    for layer, state in enumerate(states):
+        arrays: list[mx.array] = []
+        plans.append({k: _plan(v, arrays, _DEPTH) for k, v in vars(state).items()})
+        tensors |= {f"{layer}.{place}": _pack(array) for place, array in enumerate(arrays)}
+    return tensors, {_PLAN: json.dumps(plans, separators=(",", ":"))}
+
+
+def unpack_states(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, str], fresh: Sequence[StateLayer]
+) -> list[Any]:
+    """A snapshot in arrays of its own, evaluated.
+
+    Args:
+        tensors: as packed.
+        meta: as packed.
+        fresh: the state layers of an empty cache, which become what was packed.
+
+    Raises:
+        Unpackable: it isn't a snapshot of these layers.
+    """
+    try:
+        plans = json.loads(meta[_PLAN])
+        if not isinstance(plans, list) or len(plans) != len(fresh):
+            raise Unpackable("a snapshot of other layers")
+        for layer, (plan, state) in enumerate(zip(plans, fresh, strict=True)):
+            if set(plan) != set(vars(state.cache)):
+                raise Unpackable("a snapshot of other objects")
+            for name, value in plan.items():
+                setattr(state.cache, name, _made(value, tensors, layer, _DEPTH))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Unpackable(f"not a snapshot: {error}") from error
+    states = [layer.cache for layer in fresh]
+    mx.eval(arrays_in(states))
+    return states
+
+
+def _pack(array: mx.array) -> Tensor:
+    name = _DTYPES.get(array.dtype)
+    if name is None:
+        raise Unpackable(f"arrays of {array.dtype} aren't stored")
+    bits = array
+    if array.dtype == mx.bfloat16:
+        bits = array.view(mx.uint16)
+        mx.eval(bits)
+    return Tensor(name, tuple(array.shape), memoryview(bits))  # type: ignore[arg-type]
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.data, _NUMPY[tensor.dtype]).reshape(tensor.shape)
+
+
+def _array(host: np.ndarray, dtype: str) -> mx.array:
+    array = mx.array(host)
+    return array.view(mx.bfloat16) if dtype == "BF16" else array
+
+
+def _cut(tensor: Tensor, start: int, end: int) -> mx.array:
+    whole = _numpy(tensor)
+    if whole.ndim < 2 or not 0 <= start < end <= whole.shape[-2]:
+        raise ValueError(f"a tensor of shape {tensor.shape}")
+    return _array(whole[..., start:end, :], tensor.dtype)
+
+
+def _plan(value: Any, arrays: list[mx.array], depth: int) -> Any:
+    """A value in JSON: ``["a", n]`` the n-th array, ``["l", …]`` a list, ``["t", …]`` a tuple."""
+    if not depth:
+        raise Unpackable("nested too deeply")
+    if isinstance(value, mx.array):
+        arrays.append(value)
+        return ["a", len(arrays) - 1]
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return ["l" if type(value) is list else "t", *(_plan(v, arrays, depth - 1) for v in value)]
+    raise Unpackable(f"a {type(value).__name__} isn't stored")
+
+
+def _made(plan: Any, tensors: Mapping[str, Tensor], layer: int, depth: int) -> Any:
+    if not depth:
+        raise Unpackable("nested too deeply")
+    match plan:
+        case ["a", int(place)]:
+            tensor = tensors[f"{layer}.{place}"]
+            return _array(_numpy(tensor), tensor.dtype)
+        case ["l" | "t" as kind, *values]:
+            made = [_made(value, tensors, layer, depth - 1) for value in values]
+            return made if kind == "l" else tuple(made)
+        case bool() | int() | float() | str() | None:
+            return plan
+    raise Unpackable("not a plan")

@@ -1,0 +1,275 @@
+"""Things on disk: saved when idle, found by another kernel, read in, lost and computed again."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from driver import ask, new_cache
+from fakes import FakeModel, cold
+from mlx_jupyter.cache.plan import Rates
+from mlx_jupyter.cache.store import Store
+from mlx_jupyter.errors import Interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mlx_jupyter.cache.prefix_cache import PrefixCache
+
+KINDS = ("rows", "window", "state")
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 200), k=n)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "pages", budget=1 << 30)
+    yield store
+    store.close()
+
+
+def save(cache: PrefixCache) -> None:
+    cache.tiers.save_all(lambda: False)
+
+
+def kernel(model: Any, store: Store, budget: int = 1 << 30) -> PrefixCache:
+    """A prefix cache as a fresh kernel has it."""
+    return new_cache(model, budget, store.shelf("fake"))
+
+
+class TestWarmStart:
+    @pytest.mark.parametrize("kinds", [("rows",), ("rows", "window"), ("rows", "state"), KINDS])
+    @pytest.mark.parametrize("length", [100, 256, 700, 1023])
+    def test_another_kernel_goes_on_where_the_first_ended(
+        self, store: Store, kinds: tuple[str, ...], length: int
+    ) -> None:
+        model = FakeModel(kinds)
+        first = kernel(model, store)
+        ids = prompt(length)
+        run = ask(first, model, ids, 9, owner="a")
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        again = [*ids, *run.tokens, *prompt(7, 2)]
+        expected = cold(model, again, 5)
+        warm = ask(second, model, again, 5)
+        second.check()
+        assert warm.tokens == expected
+        assert warm.cached >= length + 8  # the last generated token was never fed
+        repeated = kernel(model, store)
+        run = ask(repeated, model, ids, 5)
+        assert run.tokens == cold(model, ids, 5)
+        assert run.cached == length - 1
+
+    @pytest.mark.parametrize("kinds", [("state",), ("window",), ("window", "state")])
+    def test_models_without_full_layers(self, store: Store, kinds: tuple[str, ...]) -> None:
+        model = FakeModel(kinds)
+        first = kernel(model, store)
+        ids = prompt(600)
+        run = ask(first, model, ids, 9)
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        again = [*ids, *run.tokens, 5, 6]
+        warm = ask(second, model, again, 5)
+        second.check()
+        assert warm.tokens == cold(model, again, 5)
+        assert warm.cached >= 600
+
+    def test_a_branch_that_parts_within_a_page(self, store: Store) -> None:
+        model = FakeModel()
+        first = kernel(model, store)
+        a = [*prompt(300), *prompt(300, 1)]
+        b = [*prompt(300), *prompt(300, 2)]
+        for ids in (a, b):
+            ask(first, model, ids, 3)
+            save(first)
+            assert store.flush(10)
+        second = kernel(model, store)
+        for ids in (b, a):
+            run = ask(second, model, ids, 3)
+            assert run.cached == 599
+            assert run.tokens == cold(model, ids, 3)
+            second.check()
+
+    def test_a_prompt_that_shares_a_part_of_a_page(self, store: Store) -> None:
+        model = FakeModel()
+        first = kernel(model, store)
+        ask(first, model, prompt(700), 3)
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        ids = [*prompt(700)[:333], *prompt(40, 5)]
+        run = ask(second, model, ids, 3)
+        assert run.cached == 333
+        assert run.tokens == cold(model, ids, 3)
+        second.check()
+
+    def test_what_a_short_prompt_has_is_not_worth_a_file(self, store: Store) -> None:
+        model = FakeModel()
+        first = kernel(model, store)
+        ask(first, model, prompt(20), 3)
+        save(first)
+        assert store.flush(10)
+        assert store.usage().files == 0
+
+    def test_a_growing_tip_leaves_one_file_a_page(self, store: Store) -> None:
+        model = FakeModel()
+        cache = kernel(model, store)
+        ids = prompt(80)
+        for _ in range(6):
+            ids = [*ids, *ask(cache, model, ids, 20, owner="a").tokens]
+            for _ in range(2):  # written, then noted
+                save(cache)
+                assert store.flush(10)
+        save(cache)
+        assert store.flush(10)
+        assert store.usage().files == 1
+
+
+class TestUnderABudget:
+    @pytest.mark.parametrize("kinds", [("rows",), ("rows", "window"), ("rows", "state"), KINDS])
+    def test_conversations_leave_and_come_back(self, store: Store, kinds: tuple[str, ...]) -> None:
+        model = FakeModel(kinds)
+        one = new_cache(model)
+        ask(one, model, prompt(1000), 4)
+        cache = kernel(model, store, budget=int(one.nbytes() * 2.2))
+        cache.rates = Always()
+        conversations = [prompt(1000, seed) for seed in range(6)]
+        for ids in conversations:
+            ask(cache, model, ids, 4, owner=str(ids[0]))
+            cache.check()
+        for _ in range(2):
+            for ids in conversations:
+                run = ask(cache, model, ids, 4, owner=str(ids[0]))
+                cache.check()
+                assert run.tokens == cold(model, ids, 4)
+                assert run.cached == 999
+                assert cache.nbytes() <= cache.budget
+
+    def test_where_reading_is_slower_than_computing_it_is_computed(self, store: Store) -> None:
+        model = FakeModel()
+        first = kernel(model, store)
+        ask(first, model, prompt(900), 3)
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        second.rates = Rates(prefill=1.0, restore=0.1, read=2.0)
+        run = ask(second, model, prompt(900), 3)
+        assert run.cached == 0
+        assert [c.code for c in second.plan(np.array(prompt(900), np.int32)).why] == ["seed"]
+
+    def test_without_a_shelf_nothing_is_kept(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model, 60_000)
+        for seed in range(4):
+            ask(cache, model, prompt(900, seed), 3)
+            cache.check()
+        assert ask(cache, model, prompt(900, 0), 3).cached < 899
+
+
+class TestLoss:
+    @pytest.mark.parametrize("kinds", [("rows",), ("rows", "window"), ("rows", "state"), KINDS])
+    @pytest.mark.parametrize("which", range(5))
+    def test_a_missing_or_damaged_file_is_computed_again(
+        self, store: Store, kinds: tuple[str, ...], which: int
+    ) -> None:
+        model = FakeModel(kinds)
+        first = kernel(model, store)
+        ids = prompt(1000)
+        ask(first, model, ids, 4)
+        save(first)
+        assert store.flush(10)
+        files = sorted(store.directory.rglob("*.safetensors"))
+        victim = files[which * len(files) // 5]
+        second = kernel(model, store)
+        second.tiers.adopt(np.array(ids, np.int32))
+        if which % 2:
+            victim.unlink()
+        else:
+            whole = bytearray(victim.read_bytes())
+            whole[-5] ^= 1
+            victim.write_bytes(whole)
+        run = ask(second, model, ids, 4)
+        second.check()
+        assert run.tokens == cold(model, ids, 4)
+        assert ask(second, model, ids, 4).cached == 999
+
+    def test_an_interrupt_while_reading_keeps_what_arrived(self, store: Store) -> None:
+        model = FakeModel()
+        first = kernel(model, store)
+        ids = prompt(1500)
+        ask(first, model, ids, 4)
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        asked = iter([False, False, True])
+        with pytest.raises(Interrupted):
+            second.open(ids, cancelled=lambda: next(asked)).__enter__()
+        second.check()
+        assert second.live.offset == 512
+        run = ask(second, model, ids, 4)
+        assert run.cached == 1499
+        assert run.tokens == cold(model, ids, 4)
+
+    def test_an_interrupt_while_reading_with_windows_and_states(self, store: Store) -> None:
+        model = FakeModel(KINDS)
+        first = kernel(model, store)
+        ids = prompt(1500)
+        ask(first, model, ids, 4)
+        save(first)
+        assert store.flush(10)
+        second = kernel(model, store)
+        asked = iter([False, False, True])
+        with pytest.raises(Interrupted):
+            second.open(ids, cancelled=lambda: next(asked)).__enter__()
+        second.check()
+        assert second.live.offset == 0
+        run = ask(second, model, ids, 4)
+        assert run.cached == 1499
+        assert run.tokens == cold(model, ids, 4)
+
+
+class Always(Rates):
+    """Rates by which computing is always dearer; measurements change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(prefill=1.0)
+
+    def seen(self, **measured: float) -> Rates:
+        del measured
+        return self
+
+
+def test_exactness_mode_leaves_the_shelf_alone(store: Store) -> None:
+    model = FakeModel()
+    first = kernel(model, store)
+    ask(first, model, prompt(600), 4)
+    save(first)
+    assert store.flush(10)
+    second = kernel(model, store)
+    second.exact = True
+    assert ask(second, model, prompt(600), 4).cached == 0
+    before = store.usage()
+    ask(second, model, prompt(700, 3), 4)
+    save(second)
+    assert store.flush(10)
+    assert store.usage() == before
+
+
+def test_bfloat16_rows_and_odd_dtypes_survive() -> None:
+    from mlx_jupyter.cache.packing import pack_rows, unpack_rows
+
+    for dtype in (mx.bfloat16, mx.float16, mx.float32, mx.uint32, mx.int8, mx.bool_):
+        stacks = ((mx.random.uniform(0, 9, (2, 3, 5, 4)).astype(dtype),),)
+        mx.eval(stacks)
+        ((back,),) = unpack_rows(pack_rows(stacks), 1, 4)
+        assert back.dtype == dtype
+        assert mx.array_equal(back, stacks[0][0][..., 1:4, :])
