@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--no-cell", action="store_true")
     args = parser.parse_args()
 
-    with Engine() as engine:
+    with Engine(store=False) as engine:
         info = engine.load(args.model)
         status = engine.status()
         print(

@@ -222,7 +222,7 @@ def main() -> None:
     options.add_argument("--model", default="smollm2-135m")
     given = options.parse_args()
     given.out.mkdir(exist_ok=True)
-    with Engine() as engine:
+    with Engine(store=False) as engine:
         engine.load(given.model)
         for name in ("teacher", "prompts", "forks"):
             path = given.out / f"{name}.jsonl"

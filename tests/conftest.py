@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,8 @@ from mlx_jupyter import blas
 
 settings.register_profile("mlx-jupyter", deadline=None)  # no test asserts a speed
 settings.load_profile("mlx-jupyter")
+
+os.environ["MLX_JUPYTER_STORE"] = "off"  # every test starts cold, unless it is about the store
 
 blas.ensure()  # before any test module imports mlx
 

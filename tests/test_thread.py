@@ -426,12 +426,12 @@ def test_the_store_is_where_it_was_asked_for(monkeypatch, tmp_path, isolated_hom
     }
     for store, place in places.items():
         with fake_engine(store=store, store_bytes=10) as engine:
-            assert engine._shop.store_place == place
-            assert engine._shop.store_bytes == 10
+            assert engine._shop.storage.place == place
+            assert engine._shop.storage.nbytes == 10
     for off in ("off", " OFF ", "0", "false"):
         monkeypatch.setenv(STORE, off)
         with fake_engine(store="here") as engine:
-            assert engine._shop.store_place is None
+            assert engine._shop.storage.place is None
     for wrong in ({"store": " "}, {"store_bytes": -1}):
         with pytest.raises(err.BadRequest):
             fake_engine(**wrong)

@@ -45,6 +45,9 @@ WORTH = 64
 
 _ORDER = "order"
 
+PAUSE = 0.05
+"""Seconds that an idle step waits for the disk; a request may wait as long."""
+
 PATIENCE = 10.0
 """Seconds that giving up waits for the disk, before what isn't written is lost."""
 
@@ -71,6 +74,23 @@ class Tiers:
         """There may be new things to save."""
         self._waiting = None
 
+    def lost(self) -> None:
+        """The shelf was emptied: nothing has a file any more."""
+        for node in self._cache.trie.nodes():
+            for page in node.pages:
+                if page.residence == "disk":
+                    page.lose()
+                page.entry = None
+            for strip in list(node.strips):
+                strip.entry = None
+                if not strip.stacks:
+                    node.strips.remove(strip)
+            for mark in list(node.marks.values()):
+                mark.entry = None
+                if self._cache.needs.stateful and not mark.states and mark is not self._cache.tip:
+                    self._cache.drop_mark(node, mark)
+        self._waiting = []  # what is in memory is saved again after the next request, not at once
+
     # --- finding -----------------------------------------------------------------------------
 
     def adopt(self, ids: np.ndarray) -> None:
@@ -92,8 +112,11 @@ class Tiers:
             place = self._place(shelf, thing, node)
             self._settle(shelf, thing, place)
             if _twin(thing) is None:
+                # One at a time: what waits to be written takes memory beside the budget.
+                if not shelf.flush(PAUSE):
+                    return True
                 if not self._put(shelf, thing, place):
-                    self._waiting = []  # the disk is slow, full or off: later, if there is a later
+                    self._waiting = []  # the disk is full or off: later, if there is a later
                     return False
                 self._waiting.pop()
                 return True
@@ -105,6 +128,13 @@ class Tiers:
         self.changed()
         while not until() and self.save_next():
             pass
+
+    def note(self) -> None:
+        """Note which files are there by now."""
+        shelf = self.shelf
+        if shelf is not None:
+            for thing, node in self._unsaved():
+                self._settle(shelf, thing, self._place(shelf, thing, node))
 
     def _unsaved(self) -> list[tuple[Thing, PathNode]]:
         """What has no file, the most important last: what was used last, from its beginning on."""

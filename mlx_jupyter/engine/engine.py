@@ -320,6 +320,7 @@ class Engine:
             context_origin=current.context_origin if current else "no model is loaded",
             blas=blas.status(),
             device=measured.device,
+            store=self._shop.storage.use(),
             requests=published.requests,
             waiting=len(self._tickets),
             closed=self._thread.ended.is_set(),
@@ -403,6 +404,18 @@ class Engine:
     def clear(self) -> None:
         """Forget all cached tokens; models stay loaded."""
         self._thread.call(self._shop.clear)
+
+    def settle_store(self, timeout: float = 60.0) -> bool:
+        """Save what isn't on disk yet; whether all was within ``timeout`` seconds."""
+        return self._thread.call(lambda: self._shop.settle_store(timeout))
+
+    def clear_store(self) -> int:
+        """Remove everything that is kept on disk, of every model and kernel; bytes freed.
+
+        What is in memory stays, and is saved again after the next request: ``clear`` first to
+        forget that too.
+        """
+        return self._thread.call(self._shop.clear_store)
 
     def close(self) -> None:
         """End: cancel what runs, refuse what is queued, free the memory. Idempotent; waits."""

@@ -183,7 +183,14 @@ class Serve(TicketJob):
         mx.reset_peak_memory()
         moments.rendered = shop.clock()
         try:
-            with cache.open(id_array, room=room, marks=marks, owner=owner, label=label) as session:
+            with cache.open(
+                id_array,
+                room=room,
+                marks=marks,
+                owner=owner,
+                label=label,
+                cancelled=self._cancelled,
+            ) as session:
                 run(session)
         finally:
             if shop.trace is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from mlx_jupyter.engine.storage import StoreUse
 
 if TYPE_CHECKING:
     from mlx_jupyter.blas import BlasStatus
@@ -46,6 +48,7 @@ class Status:
         context_origin: where that limit comes from.
         blas: which BLAS computes on the CPU.
         device: MLX's default device.
+        store: what is kept on disk.
         requests: how many requests have ended.
         waiting: requests that are queued or running.
         closed: the engine has ended.
@@ -57,6 +60,7 @@ class Status:
     context_origin: str
     blas: BlasStatus
     device: str
+    store: StoreUse = field(default_factory=StoreUse)
     requests: int = 0
     waiting: int = 0
     closed: bool = False

@@ -20,6 +20,7 @@ from mlx_jupyter.cache.view import TreeView
 from mlx_jupyter.engine.asked import Asking, Memory
 from mlx_jupyter.engine.causes import explained
 from mlx_jupyter.engine.latch import holding
+from mlx_jupyter.engine.storage import Storage
 from mlx_jupyter.engine.verify import Verification, sample, verify
 from mlx_jupyter.errors import BadRequest, ModelNotFound
 from mlx_jupyter.models import allocator, memory, paths
@@ -42,6 +43,11 @@ log = logging.getLogger(__name__)
 
 STORE = "MLX_JUPYTER_STORE"
 """The variable that turns the page store off for a whole process, whatever was asked for."""
+
+
+SAVING = 2.0
+"""Seconds that a model's end may take to save what isn't on disk yet; a kernel that takes longer to
+shut down than 5 s is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,7 @@ class Workshop:
     """See the module; arguments as ``Engine``'s.
 
     Attributes:
-        store_place: the page store's directory; None when it is off. A model without an identity
-            never goes there.
-        store_bytes: what the store may take; None for its own default.
+        storage: what outlives memory. A model without an identity never goes there.
     """
 
     def __init__(
@@ -98,8 +102,7 @@ class Workshop:
         store: bool | str | PathLike[str] | None = None,
         store_bytes: int | None = None,
     ) -> None:
-        self.store_place = store_place(store)
-        self.store_bytes = store_bytes
+        self.storage = Storage(store_place(store), store_bytes)
         self.exact = exact
         self.clock = clock
         self.trace = TraceWriter(trace) if trace is not None else None
@@ -169,6 +172,8 @@ class Workshop:
         self.memory.unload(name)
         cache = self._caches.pop(name, None)
         if cache is not None:
+            deadline = self.clock() + SAVING
+            cache.tiers.save_all(lambda: self.clock() > deadline)
             cache.clear()
 
     def _ready(self, loaded: LoadedModel) -> None:
@@ -181,6 +186,7 @@ class Workshop:
                 budget=memory.default_cache_bytes() if budget is None else budget,
                 name=loaded.info.name,
                 clock=self.clock,
+                shelf=self.storage.shelf(loaded),
             )
         self.publish(loaded)
 
@@ -302,6 +308,25 @@ class Workshop:
         allocator.trim()
         self.publish()
 
+    def settle_store(self, timeout: float) -> bool:
+        """Save what isn't on disk yet; whether all was within so many seconds."""
+        deadline = self.clock() + timeout
+        for cache in self._caches.values():
+            cache.tiers.save_all(lambda: self.clock() > deadline)
+        settled = self.storage.flush(max(deadline - self.clock(), 0))
+        for cache in self._caches.values():
+            cache.tiers.note()
+        self.publish()
+        return settled
+
+    def clear_store(self) -> int:
+        """Remove what is on disk; bytes freed. What is in memory stays."""
+        removed = self.storage.clear()
+        for cache in self._caches.values():
+            cache.tiers.lost()
+        self.publish()
+        return removed.nbytes if removed is not None else 0
+
     def check(self) -> None:
         """Raise when an invariant is broken."""
         for cache in self._caches.values():
@@ -309,13 +334,14 @@ class Workshop:
 
     def idle(self) -> bool:
         """Do a small piece of work that nobody waits for; whether there is more."""
-        return False
+        return any(cache.tiers.save_next() for cache in self._caches.values())
 
     def abandon(self) -> None:
         """At the end: let go of every array and file."""
         if self.trace is not None:
             self.trace.close()
         self._pool.unload()
+        self.storage.close(SAVING)
         self.memory.clear()
         self.published = Published(requests=self.published.requests)
         allocator.trim()
