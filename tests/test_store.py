@@ -32,6 +32,7 @@ from mlx_jupyter.cache import (
 )
 from mlx_jupyter.cache.store import Entry, Store, Tensor, Usage
 from mlx_jupyter.cache.store_budget import items
+from mlx_jupyter.cache.store_ledger import LONG, Ledger
 from store_child import PAGE, Nursery, everything, ids_of, is_right, put
 
 FDS = Path("/proc/self/fd")
@@ -836,6 +837,80 @@ class TestBudget:
         other.close(10)
 
 
+class TestTheLedger:
+    """What tells a process of another one's writes without listing everything."""
+
+    @pytest.fixture
+    def both(self, tmp_path):
+        path = tmp_path / "ledger"
+        return path, Ledger(path), Ledger(path)
+
+    def test_each_hears_of_both(self, both):
+        _, one, other = both
+        assert one.news() is None
+        assert one.mark()
+        assert other.mark()
+        assert one.news() == other.news() == 0
+        one.note(5)
+        other.note(1 << 33)
+        assert one.news() == other.news() == 5 + (1 << 33)
+        assert one.mark()
+        assert (one.news(), other.news()) == (0, 5 + (1 << 33))
+
+    def test_what_cannot_be_told_is_not_guessed(self, both):
+        path, one, other = both
+        one.note(5)
+        assert not path.exists(), "only a mark makes it"
+        for spoil in (
+            path.unlink,
+            lambda: path.write_bytes(b"shorter"),
+            lambda: path.write_bytes(b"another number, and longer"),
+            lambda: path.write_bytes(b"0" * (2 * LONG)),
+            lambda: [other.note(1) for _ in range(LONG // 8)],
+        ):
+            assert one.mark()
+            one.note(5)
+            spoil()
+            assert one.news() is None
+        assert one.mark()
+        other.note(7)
+        with path.open("ab") as file:
+            file.write(b"half")
+        assert one.news() == 7
+
+    @pytest.mark.parametrize("thing", ["directory", "link", "nothing"])
+    def test_no_file(self, both, tmp_path, thing):
+        path, one, _ = both
+        if thing == "directory":
+            path.mkdir()
+        elif thing == "link":
+            (tmp_path / "mine").write_bytes(b"mine" * 10)
+            path.symlink_to(tmp_path / "mine")
+        else:
+            one = Ledger(tmp_path / "missing" / "ledger")
+        assert one.mark() == (thing == "link"), "a link is replaced"
+        one.note(5)
+        assert one.news() == (5 if thing == "link" else None)
+        assert thing != "link" or (tmp_path / "mine").read_bytes() == b"mine" * 10
+
+    def test_a_store_with_room_is_not_listed_at_each_write(self, place, monkeypatch):
+        stores = [Store(place, budget=40 * 41_500) for _ in range(2)]
+        shelves = [store.shelf("model") for store in stores]
+        stored(shelves[0])
+        listed, total = [], store_budget.Room.total
+        monkeypatch.setattr(
+            store_budget.Room, "total", lambda self: listed.append(self) or total(self)
+        )
+        for n in range(1, 35):
+            stored(shelves[n % 2], 4 * n)
+        assert len(listed) <= 2
+        for n in range(35, 80):
+            stored(shelves[n % 2], 4 * n)
+            assert stores[0].usage().nbytes <= stores[0].budget
+        for store in stores:
+            assert store.close(10)
+
+
 def described(entries, now=1e9):
     made = items([entries], now)
     assert [i.key for i in made] == list(range(len(entries)))
@@ -1067,7 +1142,7 @@ class TestTheQueue:
         assert store.usage() == Usage()
         entry = stored(shelf)
         assert store.clear() == Usage(1, entry.nbytes)
-        assert [p.name for p in place.rglob("*")] in ([], ["lock"])
+        assert {p.name for p in place.rglob("*")} <= {"lock", "ledger"}
         assert store.models() == {}
         assert stored(shelf)
         assert list(store.models()) == ["A model"]

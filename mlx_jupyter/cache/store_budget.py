@@ -1,8 +1,9 @@
 """Keeps a store's directory within its budget, together with the other kernels that use it.
 
-A process writes only what fits by the listing that it just made, so that several at once pass the
-budget by no more than what each is writing. One evicts at a time: a lock on a file, never waited
-for by a reader. Eviction unlinks, so that whoever has a file open keeps its bytes.
+A process writes only what fits into what it listed last together with what all of them noted in the
+ledger since, so that several at once pass the budget by no more than what each is writing. One
+evicts at a time: a lock on a file, never waited for by a reader. Eviction unlinks, so that whoever
+has a file open keeps its bytes.
 
 What goes first is ``retention``'s choice over the files of all models. Its clock is in minutes: a
 notebook asks about once a minute, which makes ages here and in memory, where the clock counts
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from mlx_jupyter.cache.retention import Item, choose
+from mlx_jupyter.cache.store_ledger import Ledger
 from mlx_jupyter.cache.store_listing import remove
 from mlx_jupyter.cache.trie import PAGE
 
@@ -69,13 +71,15 @@ class Room:
         self._budget = budget
         self._faults = faults
         self._now = now
+        self._ledger = Ledger(listings.directory / "ledger")
+        self._known: int | None = None  # bytes of all files when the ledger was marked
 
     def total(self) -> int:
         """Bytes of all files as they are now."""
         return sum(shard.nbytes for listing in self._listings for _, shard in listing.shards())
 
     def make(self, nbytes: int, wait: Callable[[float], bool]) -> bool:
-        """Make room for a file; False when there can't be.
+        """Make room for a file, and note that it is taken; False when there can't be.
 
         Args:
             nbytes: of the file.
@@ -91,10 +95,19 @@ class Room:
                     return False
             elif not freed and not self._fits(nbytes):
                 return False
+        self._ledger.note(nbytes)
         return True
 
     def _fits(self, nbytes: int) -> bool:
-        return self.total() + nbytes <= self._budget
+        """Whether a file fits; all files are only listed when it seems that it doesn't."""
+        news = self._ledger.news()
+        if self._known is None or news is None or self._known + news + nbytes > self._budget:
+            # Marked first: what comes meanwhile is rather counted twice than not at all.
+            marked = self._ledger.mark()
+            total = self.total()
+            self._known = total if marked else None
+            return total + nbytes <= self._budget
+        return True
 
     def shrink(self, nbytes: int) -> bool:
         """Free so many bytes and more, within the budget or not; whether anything was freed."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.cache.store_faults import Faults
 
-FINE, COARSE = 50_000_000, 2_000_000_000
+FINE, COARSE = 20_000_000, 2_000_000_000
 """Nanoseconds after which a directory's time would show a further change: clocks tick, and where
 every time is a whole second they tick slowly."""
 
@@ -114,19 +114,21 @@ class Shard:
     Attributes:
         stamp: (inode, time) of the directory when it was listed.
         settled: whether a later change would have given it another time.
-        by_parent: the files by the chain key that they hang on.
+        by_name: the files.
+        by_parent: the same by the chain key that they hang on.
         nbytes: of all files.
         parts: names of files that are being written, or were when their process died.
     """
 
     stamp: tuple[int, int]
     settled: bool
+    by_name: dict[str, Entry]
     by_parent: dict[bytes, tuple[Entry, ...]]
     nbytes: int
     parts: tuple[str, ...]
 
 
-_EMPTY = Shard((0, 0), False, {}, 0, ())
+_EMPTY = Shard((0, 0), False, {}, {}, 0, ())
 
 
 class Listing:
@@ -158,8 +160,7 @@ class Listing:
     def entries(self, *, again: bool = False) -> Iterator[Entry]:
         """Every file."""
         for _, shard in self.shards(again=again):
-            for entries in shard.by_parent.values():
-                yield from entries
+            yield from shard.by_name.values()
 
     def shard(self, name: str, *, again: bool = False) -> Shard:
         """The content of one directory, from memory where nothing changed."""
@@ -180,7 +181,8 @@ class Listing:
         if held is not None and held.settled and held.stamp == stamp and not again:
             return held
         tick = FINE if found.st_mtime_ns % 1_000_000_000 else COARSE
-        listed = _listed(directory, name, stamp, asked - found.st_mtime_ns > tick)
+        known = held.by_name if held is not None else {}
+        listed = _listed(directory, known, stamp, asked - found.st_mtime_ns > tick, again)
         self._shards[name] = listed
         return listed
 
@@ -228,31 +230,42 @@ def _subdirectories(directory: Path, name: re.Pattern[str]) -> list[str]:
         return []
 
 
-def _listed(directory: str, shard: str, stamp: tuple[int, int], settled: bool) -> Shard:
-    by_parent: dict[bytes, list[Entry]] = {}
+def _listed(
+    directory: str, known: dict[str, Entry], stamp: tuple[int, int], settled: bool, again: bool
+) -> Shard:
+    """What a directory holds; ``known`` entries are looked at anew only where ``again`` says so.
+
+    Files never change under their name, but for the time of their last use.
+    """
+    by_name: dict[str, Entry] = {}
     parts: list[str] = []
-    nbytes = 0
     try:
         with os.scandir(directory) as found:
             for item in found:
-                if _PART.fullmatch(item.name):
+                entry = known.get(item.name)
+                if entry is None or again or not item.is_file(follow_symlinks=False):
+                    entry = _entry(directory, item, entry)
+                if entry is not None:
+                    by_name[item.name] = entry
+                elif _PART.fullmatch(item.name):
                     parts.append(item.name)
-                elif (entry := _entry(directory, item)) and entry.parent.hex()[:2] == shard:
-                    by_parent.setdefault(entry.parent, []).append(entry)
-                    nbytes += entry.nbytes
     except OSError:
         return _EMPTY
+    by_parent: dict[bytes, list[Entry]] = {}
+    for entry in by_name.values():
+        by_parent.setdefault(entry.parent, []).append(entry)
     held = {
         parent: tuple(sorted(entries, key=lambda e: (e.end, e.start, e.kind, e.key)))
         for parent, entries in by_parent.items()
     }
-    return Shard(stamp, settled, held, nbytes, tuple(parts))
+    nbytes = sum(entry.nbytes for entry in by_name.values())
+    return Shard(stamp, settled, by_name, held, nbytes, tuple(parts))
 
 
-def _entry(directory: str, item: os.DirEntry[str]) -> Entry | None:
+def _entry(directory: str, item: os.DirEntry[str], known: Entry | None) -> Entry | None:
     """What a name says; None for what isn't ours, or went just now."""
     match = _NAME.fullmatch(item.name)
-    if match is None:
+    if match is None or match[1][:2] != directory[-2:]:
         return None
     kind = cast("keys.Kind", match[2])
     start, end, child = int(match[3]), int(match[4]), match[6]
@@ -265,6 +278,8 @@ def _entry(directory: str, item: os.DirEntry[str]) -> Entry | None:
         return None
     if not stat.S_ISREG(found.st_mode):
         return None
+    if known is not None and (known.nbytes, known.used) == (found.st_size, found.st_mtime):
+        return known
     return Entry(
         kind,
         bytes.fromhex(match[1]),
