@@ -55,12 +55,8 @@ def put(
 
 def is_right(entry: Entry, content: Content) -> bool:
     """Whether a file holds what belongs under its key."""
-    return bool((content.tensors["x"].data == bytes_of(entry.key, entry_size(content))).all())
-
-
-def entry_size(content: Content) -> int:
-    """Bytes of its tensor."""
-    return content.tensors["x"].shape[0]
+    (size,) = content.tensors["x"].shape
+    return bool((content.tensors["x"].data == bytes_of(entry.key, size)).all())
 
 
 def everything(shelf: Shelf) -> list[Entry]:
@@ -182,5 +178,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     _serve()

@@ -1236,9 +1236,21 @@ class TestReading:
         assert shelf._store.faults.count == 0
         assert entries[0].path.exists()
 
-    def test_left_early_or_by_an_exception(self, shelf, entries):
+    def test_left_early_or_by_an_exception(self, shelf, entries, monkeypatch):
+        read, made = shelf._read, []
+
+        def noted(entry, stopped):
+            content = read(entry, stopped)
+            if content is not None:
+                made.append(weakref.ref(content.tokens))
+            return content
+
+        monkeypatch.setattr(shelf, "_read", noted)
         with shelf.reader(entries, 1) as reading:
             next(reading)
+        gc.collect()
+        assert made
+        assert not any(ref() is not None for ref in made), "nothing that nobody took is kept"
         with pytest.raises(ZeroDivisionError), shelf.reader(entries, 1) as reading:
             1 / 0  # noqa: B018
         assert not threads("mlx-read-ahead")

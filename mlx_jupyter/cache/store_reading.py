@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class _Pump:
         """The user has this one now."""
         self._taken.put(entry.nbytes)
 
+    def let_go(self) -> None:
+        """Free what nobody took."""
+        with suppress(queue.Empty):
+            while True:
+                self.read.get_nowait()
+
     def cancel(self) -> None:
         self.cancelled = True
         self._taken.put(0)
@@ -90,6 +97,7 @@ class Reading:
         return self
 
     def __iter__(self) -> Self:
+        assert self._thread.ident is not None, "a reading is used in its with block"
         return self
 
     def __next__(self) -> tuple[Entry, Content | None]:
@@ -114,3 +122,4 @@ class Reading:
             raise
         finally:
             self._over = True
+            self._pump.let_go()

@@ -231,8 +231,9 @@ class Writer:
         return True
 
     def _forget(self, job: Put) -> None:
-        del self._waiting[job.path]
-        self._nbytes -= job.sheet.nbytes
+        if self._waiting.get(job.path) is job:  # else an interrupt came before it was counted
+            del self._waiting[job.path]
+            self._nbytes -= job.sheet.nbytes
 
     # --- on the thread ------------------------------------------------------------------------
 
