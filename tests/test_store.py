@@ -268,6 +268,17 @@ class TestFinding:
         assert len(shelf.find(shelf.root)) == 19
         other.close(10)
 
+    def test_a_change_within_one_tick_of_the_clock_is_seen(self, place, shelf):
+        directory = stored(shelf).directory
+        tick = time.time_ns() + 10**10
+        os.utime(directory, ns=(tick, tick))
+        assert len(shelf.find(shelf.root)) == 1
+        other = Store(place, budget=BIG)
+        stored(other.shelf("model"), 4)
+        os.utime(directory, ns=(tick, tick))
+        assert len(shelf.find(shelf.root)) == 2
+        other.close(10)
+
     def test_a_quiet_directory_is_not_listed_again(self, shelf, monkeypatch):
         entry = stored(shelf)
         past = time.time() - 100
