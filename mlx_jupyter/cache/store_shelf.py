@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_jupyter.cache import keys, store_format
 from mlx_jupyter.cache.store_format import Damaged
-from mlx_jupyter.cache.store_listing import Entry, remove
+from mlx_jupyter.cache.store_listing import Entry, Usage, remove
 from mlx_jupyter.cache.store_reading import AHEAD, Reading
 from mlx_jupyter.cache.store_writer import Put, touch
 from mlx_jupyter.cache.trie import PAGE
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.cache.store import Store
     from mlx_jupyter.cache.store_format import Content, Tensor
-    from mlx_jupyter.cache.store_listing import Usage
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ class Shelf:
 
     def usage(self) -> Usage:
         """What this model's files take."""
-        return self._listing.usage()
+        return self._listing.usage() if self._store.on else Usage()
 
     def _read(self, entry: Entry, stopped: Callable[[], bool]) -> Content | None:
         def read() -> Content:
