@@ -34,9 +34,13 @@ class Model:
 class SimPage:
     """Stands for ``pages.Page``."""
 
-    __slots__ = ("end", "last_used", "nbytes", "residence", "start")
+    __slots__ = ("end", "entry", "last_used", "nbytes", "residence", "start")
+
+    twin = None
+    """No page lies in a file."""
 
     def __init__(self, start: int, end: int) -> None:
+        self.entry = None
         self.start, self.end = start, end
         self.residence = "live"
         self.nbytes = 0
@@ -63,6 +67,11 @@ class SimMark:
 
     def __init__(self, at: int, kind: str, nbytes: int, last_used: int) -> None:
         self.at, self.kind, self.nbytes, self.last_used = at, kind, nbytes, last_used
+
+    @property
+    def residence(self) -> str:
+        """Where its states are."""
+        return "device" if self.nbytes else "live"
 
 
 SimNode = Node[SimPage, SimPage, SimMark]

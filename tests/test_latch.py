@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from mlx_jupyter.engine.latch import Latch, holding
 from mlx_jupyter.engine.request import Done, Prefill, Request, Ticket
+from mlx_jupyter.latch import Latch, holding
 from probes import HANG
 
 

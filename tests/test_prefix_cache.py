@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from driver import ask, new_cache
 from fakes import FakeModel, cold
 from mlx_jupyter.cache import layers as ly
-from mlx_jupyter.cache import pages
+from mlx_jupyter.cache import making_room, pages
 from mlx_jupyter.cache.live import Live
+from mlx_jupyter.cache.making_room import prune
 from mlx_jupyter.cache.pages import Page
 from mlx_jupyter.cache.trie import Trie
 from mlx_jupyter.engine.request import Request, Ticket
@@ -411,6 +412,37 @@ def test_any_sequence_of_requests_equals_cold_runs(data: st.DataObject) -> None:
 
 
 class TestPins:
+    def test_a_pinned_path_outlives_an_eviction_while_it_is_live(self) -> None:
+        for kinds in (("rows",), ("rows", "window"), ("rows", "state")):
+            model = FakeModel(kinds)
+            cache = new_cache(model)
+            ask(cache, model, prompt(256, 1), 1, owner="@keep")
+            cache.pin("@keep")
+            cache.evict()
+            cache.check()
+            assert cache.plan(np.array([*prompt(256, 1), 3], np.int32)).cached == 256, kinds
+
+    def test_pins_that_fill_the_budget_leave_no_room_for_a_live_cache(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model)
+        for seed in (1, 2, 3):
+            ask(cache, model, prompt(256, seed), 1, owner=f"@{seed}")
+            cache.pin(f"@{seed}")
+        cache.budget = int(cache.nbytes() * 0.6)
+        ask(cache, model, prompt(256, 4), 1, owner="@b")
+        cache.check()
+        assert cache.live.offset < 16  # a token or two are those of a pinned path
+
+    def test_unpinning_gives_up_what_is_over_the_budget(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model, budget=0)
+        ask(cache, model, prompt(15), 4, owner="@a")
+        cache.pin("@a")
+        ask(cache, model, prompt(7, 1), 4)
+        cache.unpin("@a")
+        cache.check()
+        assert cache.nbytes() == 0
+
     def test_a_pinned_path_outlives_everything_else(self) -> None:
         model = FakeModel()
         cache = new_cache(model)
@@ -428,6 +460,47 @@ class TestPins:
 
 
 class TestMarks:
+    def test_thinning_one_branch_keeps_the_window_rows_of_another(self) -> None:
+        model = FakeModel(("window", "rows"), window=32)
+        cache = new_cache(model)
+        a = prompt(58)
+        ask(cache, model, a, 3)
+        ask(cache, model, prompt(8, 1), 2)  # elsewhere
+        b = [*a[:54], *prompt(20, 2)]
+        ask(cache, model, b, 1)
+        ask(cache, model, b, 5)
+        cache.check()
+        assert cache.plan(np.array(a, np.int32)).recomputed == 1
+
+    def test_a_place_that_was_restored_at_is_one_to_come_back_to(self) -> None:
+        model = FakeModel(("window", "rows"), window=4)
+        cache = new_cache(model)
+        first = ask(cache, model, prompt(12), 12)
+        again = [*prompt(12), *first.tokens[:3]]
+        ask(cache, model, again, 15)
+        ask(cache, model, [*again[:10], *prompt(9, 2)], 3)
+        assert cache.plan(np.array(again, np.int32)).recomputed == 1
+
+    def test_window_rows_given_up_behind_the_live_tip_are_stored_again(self) -> None:
+        model = FakeModel(("window", "rows"), window=32)
+        cache = new_cache(model)
+        first = [*prompt(44), *ask(cache, model, prompt(44), 4).tokens]
+        making_room.give_up(cache, 1 << 40, {})
+        longer = [*first, *prompt(20, 1)]
+        ask(cache, model, longer, 1)
+        ask(cache, model, prompt(50, 3), 1)
+        cache.check()
+        assert cache.plan(np.array(longer, np.int32)).recomputed == 1
+
+    def test_a_snapshot_given_up_at_the_tip_leaves_the_live_states_in_use(self) -> None:
+        model = FakeModel(("state", "rows"))
+        cache = new_cache(model)
+        for _ in range(2):
+            ask(cache, model, prompt(40), 1)
+        making_room.give_up(cache, 1 << 40, {}, rests=True)
+        cache.check()
+        assert cache.plan(np.array([*prompt(40), 7], np.int32)).reused == 40
+
     def test_the_lattice_is_nested_and_its_holes_grow_with_the_distance(self) -> None:
         from mlx_jupyter.cache.needs import MARK_EVERY, lattice
 
@@ -532,7 +605,7 @@ def test_forgetting_given_up_leaves_keeps_what_their_parent_holds(
         for page in leaf.pages:
             page.leave()
     monkeypatch.setattr("mlx_jupyter.cache.ghosts.GHOST_TOKENS", 0)
-    cache._prune()
+    prune(cache)
     cache.check()
     assert cache.plan(np.array([*prompt(600), 7], np.int32)).cached == 600
 

@@ -50,7 +50,7 @@ def adopt(cache: PrefixCache, shelf: Shelf, ids: np.ndarray) -> None:
     pages: list[_Piece] = []
     others: list[_Piece] = []
     for entry_base, found in _boundaries(shelf, ids, at // PAGE * PAGE, stop=rows):
-        pieces = _matched(shelf, ids, entry_base, found)
+        pieces = _matched(shelf, ids, max(entry_base, at), entry_base, found)
         covered = _covering([p for p in pieces if p.entry.kind == "rows"], at)
         pages += covered
         others += [p for p in pieces if p.entry.kind != "rows"]
@@ -101,8 +101,13 @@ def _boundaries(
         base += PAGE
 
 
-def _matched(shelf: Shelf, ids: np.ndarray, base: int, found: Sequence[Entry]) -> list[_Piece]:
-    """The parts of the files on one boundary that the prompt shares."""
+def _matched(
+    shelf: Shelf, ids: np.ndarray, at: int, base: int, found: Sequence[Entry]
+) -> list[_Piece]:
+    """The parts of the files on one boundary that the prompt shares; rows are wanted from ``at``.
+
+    Files of other sequences are only looked into where those of this one leave a gap.
+    """
     pieces: list[_Piece] = []
     others: list[Entry] = []
     for entry in found:
@@ -113,13 +118,21 @@ def _matched(shelf: Shelf, ids: np.ndarray, base: int, found: Sequence[Entry]) -
             pieces.append(_Piece(entry.start, entry.end, entry))
         elif entry.kind != "state":
             others.append(entry)
-    if max((p.end for p in pieces), default=base) < min(base + PAGE, len(ids)):
-        others.sort(key=lambda entry: -entry.used)
-        for entry in others[:SIBLINGS]:
-            theirs = shelf.tokens(entry)
-            same = 0 if theirs is None else common_prefix(theirs, ids[base:])
-            if base + same > entry.start:
-                pieces.append(_Piece(entry.start, base + same, entry))
+    end = min(base + PAGE, len(ids))
+    gaps = {
+        kind
+        for kind, start in (("rows", at), ("window", base))
+        if any(
+            without((start, end), joined((p.start, p.end) for p in pieces if p.entry.kind == kind))
+        )
+    }
+    others = [entry for entry in others if entry.kind in gaps]
+    others.sort(key=lambda entry: -entry.used)
+    for entry in others[:SIBLINGS]:
+        theirs = shelf.tokens(entry)
+        same = 0 if theirs is None else common_prefix(theirs, ids[base:])
+        if base + same > entry.start:
+            pieces.append(_Piece(entry.start, base + same, entry))
     return pieces
 
 

@@ -167,6 +167,11 @@ class WindowLayer:
         """Tokens that it has seen."""
         return int(self.cache.offset)
 
+    @property
+    def first(self) -> int:
+        """The first of the positions up to its offset whose rows are all there."""
+        return max(self.offset - (self.window.size - self.window.keep), 0)
+
     def rows(self, start: int, end: int) -> Rows:
         """The rows ``[start, end)``, as lazy views of a copy in temporal order.
 
@@ -213,6 +218,11 @@ class ChunkedLayer(WindowLayer):
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.window = Window("chunked", int(cache.chunk_size))
+
+    @property
+    def first(self) -> int:
+        """The first of the positions up to its offset whose rows are all there."""
+        return int(self.cache.start_position)
 
     def rows(self, start: int, end: int) -> Rows:
         """The rows ``[start, end)``, as lazy views."""

@@ -126,6 +126,10 @@ class Live:
         assert self._order is not None
         return [self.leaves.windows[i] for i in self._order[1]]
 
+    def first_window_row(self) -> int:
+        """The first position from which on every window layer has its rows."""
+        return max((layer.first for layer in self.leaves.windows), default=self.offset)
+
     def window_rows(self, start: int, end: int) -> Stacks:
         """The window layers' rows ``[start, end)``, stacked and compact."""
         return stack(self.window_layers(), start, end)

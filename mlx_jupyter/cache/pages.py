@@ -243,11 +243,23 @@ def joined_pages(pages: Sequence[Page]) -> list[Page]:
             and last.residence == page.residence == "live"
             and last.start // PAGE == page.start // PAGE
         ):
+            last.entry = _entry_of_both(last, page)
             last.end = page.end
             last.last_used = max(last.last_used, page.last_used)
         else:
             result.append(page)
     return result
+
+
+def _entry_of_both(first: Page, second: Page) -> Entry | None:
+    """The file that has both pages' rows, or that of the first where it ends with it.
+
+    A file that goes on after the first page may do so with another branch's tokens.
+    """
+    twin, own = second.twin, first.entry
+    if twin is not None and twin.start <= first.start:
+        return twin
+    return own if own is not None and own.end == first.end else None
 
 
 def joined_stacks(pages: Sequence[Page], start: int, end: int) -> Stacks:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache import exact, retention
-from mlx_jupyter.cache.describe import describe, items
-from mlx_jupyter.cache.ghosts import forget_oldest
+from mlx_jupyter.cache import exact, making_room
+from mlx_jupyter.cache.describe import describe
 from mlx_jupyter.cache.invariants import check, own_bytes
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
@@ -32,11 +32,12 @@ from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture
 from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.tiers import Tiers
-from mlx_jupyter.cache.trie import PAGE, Node, Trie
+from mlx_jupyter.cache.trie import Node, Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from mlx_jupyter.cache.needs import Span
     from mlx_jupyter.cache.store_shelf import Shelf
     from mlx_jupyter.cache.view import MarkKind, TreeView
 
@@ -94,6 +95,7 @@ class PrefixCache:
     def exact(self, on: bool) -> None:
         if on and not self._exact:
             exact.forget(self.trie)
+            self.tiers.lost()  # a file doesn't know by which passes it was computed
             self.live.passes = bytearray(self.live.offset)
         self._exact = on
 
@@ -101,7 +103,7 @@ class PrefixCache:
 
     def match(self, ids: np.ndarray) -> Match:
         """What is known of a prompt."""
-        path = {id(n) for n in self._live_path()}
+        path = {id(n) for n in self.live_path()}
         on_path: Callable[[PathNode], bool] = lambda n: id(n) in path  # noqa: E731
         return match(self.trie.root, ids, self.live.offset, on_path, exact=self.exact)
 
@@ -113,7 +115,7 @@ class PrefixCache:
         """The nodes along the longest known prefix of ``ids``."""
         return self.trie.match(ids)[0].path()
 
-    def _live_path(self) -> list[PathNode]:
+    def live_path(self) -> list[PathNode]:
         """The nodes along the live cache's ids, as far as they are recorded."""
         return self.path_to(self.live.id_array())
 
@@ -128,7 +130,7 @@ class PrefixCache:
     def view(self) -> TreeView:
         """An immutable description of now."""
         self.version += 1
-        return describe(self, {id(n) for n in self._live_path()})
+        return describe(self, {id(n) for n in self.live_path()})
 
     # --- working -----------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class PrefixCache:
         which the next token changes, are copied. Afterwards the live cache is cut to ``total``
         rows; until then its buffers are held beside the copies.
         """
-        path = self._live_path()
+        path = self.live_path()
         for node in path:
             if node.start < keep < node.end:
                 self.trie.split_pages(node, keep)
@@ -177,7 +179,7 @@ class PrefixCache:
         if self.tip is not None:
             sizes[id(self.tip)] = self.live.state_bytes()
         after = self.nbytes() - self.live.spare_bytes(total) + sum(sizes.values())
-        self._give_up(after - self.budget, sizes)
+        making_room.give_up(self, after - self.budget, sizes)
         staying = [page for page in leaving if page.residence == "live"]
         if staying:
             capture(staying, self.live.full_layers(), gpu=self.live.gpu)
@@ -193,13 +195,19 @@ class PrefixCache:
         """
         if not self.needs.windows and not self.needs.stateful:
             return
-        path = self._live_path()
+        path = self.live_path()
         for node in path:
             for mark in list(node.marks.values()):
                 if mark.kind == "periodic" and not lattice(mark.at, self.live.offset):
                     self.drop_mark(node, mark)
         places = [*(at for n in path for at in n.marks), self.live.offset, since]
-        kept = joined([*(s for at in places for s in self.needs.spans(at)), (since, 1 << 62)])
+        kept = joined(
+            [
+                *(span for at in places for span in self.needs.spans(at)),
+                *self._needed_elsewhere(path),
+                (since, 1 << 62),
+            ]
+        )
         for node in path:
             if not list(without((node.start, node.end), kept)):
                 continue
@@ -209,6 +217,19 @@ class PrefixCache:
                 if not any(a < strip.end and strip.start < b for a, b in kept):
                     strip.release()
                     node.strips.remove(strip)
+
+    def _needed_elsewhere(self, path: Sequence[PathNode]) -> Iterator[Span]:
+        """The window rows of a path that marks of other branches need."""
+        reach = max((w.size for w in self.needs.windows), default=0)
+        for node, below in pairwise([*path, None]):
+            assert node is not None
+            waiting = [child for child in node.children.values() if child is not below]
+            while waiting:
+                other = waiting.pop()
+                for at in other.marks:
+                    yield from ((a, min(b, node.end)) for a, b in self.needs.spans(at))
+                if other.end < node.end + reach:
+                    waiting.extend(other.children.values())
 
     def take(self, mark: Mark) -> None:
         """Copy the live states, which stand there, into a mark."""
@@ -240,11 +261,13 @@ class PrefixCache:
         """Let retention judge an owner's path again; whether it was pinned."""
         pinned = owner in self.pins
         self.pins.discard(owner)
+        self.fit_live()
+        self.enforce()
         return pinned
 
     def drop_live(self) -> None:
         """Forget the live cache and the rows that only it holds."""
-        for node in self._live_path():
+        for node in self.live_path():
             for page in node.pages:
                 if page.residence == "live":
                     if self.live.leaves.rows:
@@ -264,40 +287,20 @@ class PrefixCache:
 
     # --- giving up ---------------------------------------------------------------------------
 
-    def enforce(self) -> None:
+    def enforce(self, *, rests: bool = True) -> None:
         """Give up pages, strips and snapshots until the budget holds.
 
-        MLX's cache of free buffers counts, and goes first.
+        ``rests``: no request is at work.
         """
-        over = self.nbytes() - self.budget
-        if over + mx.get_cache_memory() > 0:
-            mx.clear_cache()
-        self._give_up(over, {})
+        making_room.enforce(self, rests=rests)
 
     def fit_live(self) -> None:
-        """Between requests: shrink the live cache, or let go of it, when it alone is too large."""
-        if self.nbytes() <= self.budget:
-            return
-        self.live.shrink()
-        if self.live.nbytes() <= self.budget:
-            return
-        row_bytes = self.live.row_bytes()
-        fits = self.budget // row_bytes // PAGE * PAGE if row_bytes else 0
-        if fits and not self.needs.stateful and not self.needs.windows:
-            self._cut_live(fits)
-        else:
-            log.debug("live cache of %d bytes is over the budget: let go", self.live.nbytes())
-            self.drop_live()
-        self._prune()
+        """Between requests: shrink the live cache, cut it or let go of it, when it is too large."""
+        making_room.fit_live(self)
 
-    def _cut_live(self, keep: int) -> None:
-        """Give up the rows of the live cache from ``keep`` on."""
-        for node in self._live_path():
-            for page in node.pages:
-                if page.start >= keep and page.residence == "live":
-                    page.leave()
-        self.live.rewind(keep)
-        self.live.shrink()
+    def evict(self, nbytes: int | None = None) -> int:
+        """Give up at least ``nbytes`` now, or everything that isn't pinned; bytes freed."""
+        return making_room.evict(self, nbytes)
 
     def reserve(self, total: int) -> None:
         """Give the live cache room for ``total`` rows, as far as the budget goes."""
@@ -305,46 +308,6 @@ class PrefixCache:
         if row_bytes:
             total = min(total, max(self.live.offset, self.budget // row_bytes))
         self.live.reserve(total)
-
-    def _give_up(self, need: int, leaving: dict[int, int]) -> None:
-        if need <= 0:
-            return
-        before = self.stored_bytes()
-        described, things = items(self, leaving)
-        chosen = retention.choose(described, need, self.requests)
-        useless = {item.key for item in described if item.useless}
-        self.tiers.keep([things[key] for key in chosen if key not in useless])
-        for key in chosen:
-            self._leave(*things[key])
-        self._prune()
-        log.debug("gave up %d bytes, %d were needed", before - self.stored_bytes(), need)
-
-    def _leave(self, thing: Page | Strip | Mark, node: PathNode) -> None:
-        """Give a thing up in memory; what has no file is gone."""
-        if isinstance(thing, Page):
-            thing.leave()
-        elif isinstance(thing, Strip):
-            thing.release()
-            if thing.twin is None:
-                node.strips.remove(thing)
-        elif thing.entry is None:
-            self.drop_mark(node, thing)
-        else:
-            self.tally.nbytes -= thing.nbytes
-            thing.hold([])
-            if thing is self.tip:
-                self.tip = None
-
-    def evict(self, nbytes: int | None = None) -> int:
-        """Give up at least ``nbytes`` now, or everything, the live cache included; bytes freed."""
-        before = self.nbytes()
-        target = before if nbytes is None else nbytes
-        self._give_up(target, {})
-        if before - self.nbytes() < target:
-            self.drop_live()
-            self._give_up(target - (before - self.nbytes()), {})
-        mx.clear_cache()
-        return before - self.nbytes()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -354,10 +317,6 @@ class PrefixCache:
         # Numbers go on, so that a node is never taken for a forgotten one.
         self.trie = self._empty_trie(self.trie.next_number)
         mx.clear_cache()
-
-    def _prune(self) -> None:
-        live = {id(n) for n in self._live_path()}
-        forget_oldest(self.trie, live, rows=bool(self.live.leaves.rows))
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""

@@ -87,6 +87,13 @@ def _mark(cache: PrefixCache, node: PathNode, kind: MarkKind, *, copy: bool) -> 
     node.marks[at] = mark  # now that it is whole
 
 
+def keep_windows(cache: PrefixCache) -> None:
+    """Store the window rows that the live cache still has and nothing else holds (any more)."""
+    if cache.live.leaves.windows:
+        cache.live.windowed = min(cache.live.windowed, cache.live.first_window_row())
+        _store_windows(cache, cache.live_path())
+
+
 def _store_windows(cache: PrefixCache, path: Sequence[PathNode]) -> None:
     """Copy the window rows since the last time into strips along the live path."""
     live = cache.live

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mlx_jupyter.cache import exact
 from mlx_jupyter.cache.match import decide
 from mlx_jupyter.cache.needs import MARK_EVERY
-from mlx_jupyter.cache.recording import record
+from mlx_jupyter.cache.recording import keep_windows, record
 from mlx_jupyter.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Session:
         if known:
             cuts[known] = "branch"
         cuts.update(marks)
-        return {at: kind for at, kind in cuts.items() if self.start < at < n}
+        return {at: kind for at, kind in cuts.items() if max(self.start, 1) <= at < n}
 
     @property
     def layers(self) -> list[Any]:
@@ -151,7 +151,9 @@ class Session:
             cache.vacate(keep, self._total)
         finally:
             cache.needed = set()
-        if not in_place:
+        if in_place:
+            keep_windows(cache)
+        else:
             live.rewind(keep)
             if pages and not self._read_in(pages):
                 self._stop_short()
@@ -162,6 +164,8 @@ class Session:
         live.computed_from = start
         live.fit(self._total)
         cache.reserve(self._total)
+        if start in self._cuts:
+            self._keep(self._cuts[start])
         return True
 
     def _stored(
@@ -253,7 +257,7 @@ class Session:
         if at + SETTLE > self._total:
             self._total = _rounded(at + AHEAD)
         cache.reserve(self._total)
-        cache.enforce()
+        cache.enforce(rests=False)
 
     def mark(self, kind: MarkKind) -> None:
         """Set a mark where the live cache stands now."""

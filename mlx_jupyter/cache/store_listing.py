@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from mlx_jupyter.cache import keys
 from mlx_jupyter.cache.trie import PAGE
-from mlx_jupyter.engine.latch import holding
+from mlx_jupyter.latch import holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from mlx_jupyter.cache import store_format
-from mlx_jupyter.engine.latch import Latch, holding
+from mlx_jupyter.latch import Latch, holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -140,7 +140,7 @@ class Tiers:
         """What has no file, the most important last: what was used last, from its beginning on."""
         found: list[tuple[int, int, Thing, PathNode]] = []
         for node in self._cache.trie.nodes():
-            if node.end < WORTH:
+            if _short(node):
                 continue
             marks = node.marks.values() if self._cache.needs.stateful else ()
             held = (p for p in node.pages if p.residence in ("live", "device"))
@@ -203,7 +203,7 @@ class Tiers:
         waiting: list[tuple[Thing, _Place]] = []
         worth = not rates.prefill or rates.read < rates.prefill
         for thing, node in leaving:
-            if _twin(thing) is not None or node.end < WORTH:
+            if _twin(thing) is not None or _short(node):
                 continue
             place = self._place(shelf, thing, node)
             self._settle(shelf, thing, place)
@@ -302,6 +302,11 @@ class _Place:
         self.parent = parent
         self.tokens = tokens
         self.start = start
+
+
+def _short(node: PathNode) -> bool:
+    """Whether a sequence isn't worth a file; one that others go on from is part of theirs."""
+    return node.end < WORTH and not node.children
 
 
 def _twin(thing: Thing) -> Entry | None:

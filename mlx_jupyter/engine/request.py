@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_jupyter.conversation.answer import Answer, Message
-from mlx_jupyter.engine.latch import Bell, Latch
 from mlx_jupyter.engine.options import DEFAULTS as DEFAULTS
 from mlx_jupyter.engine.options import Options as Options
 from mlx_jupyter.engine.options import whole
 from mlx_jupyter.errors import BadRequest
+from mlx_jupyter.latch import Bell, Latch
 from mlx_jupyter.models.messages import normalise
 
 if TYPE_CHECKING:

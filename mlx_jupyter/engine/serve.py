@@ -19,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.conversation.answer import Answer
-from mlx_jupyter.engine.latch import holding
 from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.pipeline import Run
 from mlx_jupyter.engine.request import (
@@ -35,6 +34,7 @@ from mlx_jupyter.engine.sampling import Sampling
 from mlx_jupyter.engine.stats import Moments
 from mlx_jupyter.engine.text import TextStream
 from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, Interrupted, LLMError
+from mlx_jupyter.latch import holding
 from mlx_jupyter.models.sources import DEFAULT_MODEL
 from mlx_jupyter.models.template import encode_raw, render
 

@@ -19,8 +19,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from mlx_jupyter.engine.latch import Latch, holding
 from mlx_jupyter.errors import ComputeError, EngineClosed
+from mlx_jupyter.latch import Latch, holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
