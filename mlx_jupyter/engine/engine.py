@@ -21,7 +21,6 @@ blas.ensure()
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
-from mlx_jupyter.engine.latch import holding  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
     Done,
@@ -31,11 +30,12 @@ from mlx_jupyter.engine.request import (  # noqa: E402
     Ticket,
 )
 from mlx_jupyter.engine.serve import Load, Serve, not_loaded, prompt_ids  # noqa: E402
-from mlx_jupyter.engine.status import MemoryUse, Status  # noqa: E402
+from mlx_jupyter.engine.status import Status  # noqa: E402
 from mlx_jupyter.engine.stream import Stream  # noqa: E402
 from mlx_jupyter.engine.thread import EngineThread, Job  # noqa: E402
 from mlx_jupyter.engine.workshop import Workshop  # noqa: E402
 from mlx_jupyter.errors import BadRequest, Cancelled, EngineClosed, ModelNotFound  # noqa: E402
+from mlx_jupyter.latch import holding  # noqa: E402
 from mlx_jupyter.models.lazy import evaluate  # noqa: E402
 from mlx_jupyter.models.messages import normalise  # noqa: E402
 
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from mlx_jupyter.cache.plan import Plan
+    from mlx_jupyter.cache.preview import Preview
     from mlx_jupyter.conversation.answer import Answer, Message
+    from mlx_jupyter.engine.history import Sample
     from mlx_jupyter.engine.verify import Verification
     from mlx_jupyter.models.info import ModelInfo
 
@@ -301,21 +303,11 @@ class Engine:
         from mlx_jupyter.models import memory
 
         published = self._shop.published
-        trees = published.trees.values()
         measured = memory.measured()
         current = published.models[0] if published.models else None
         return Status(
             models=published.models,
-            memory=MemoryUse(
-                weights=sum(m.weight_bytes for m in published.models),
-                live=sum(t.live_bytes for t in trees),
-                stored=sum(t.stored_bytes for t in trees),
-                budget=sum(t.budget for t in trees),
-                active=measured.active,
-                cache=measured.cache,
-                peak=measured.peak,
-                limit=measured.limit,
-            ),
+            memory=self._shop.memory_use(measured),
             context=current.context if current else 0,
             context_origin=current.context_origin if current else "no model is loaded",
             blas=blas.status(),
@@ -341,6 +333,28 @@ class Engine:
             raise ModelNotFound(model, [f"loaded: {', '.join(names) or 'none'}"])
         view = self._shop.published.trees.get(loaded.info.name) or TreeView(model=loaded.info.name)
         return holding(self._shop.tokenizing, lambda: self._labels.fill(view, tokenizer))
+
+    def history(self) -> tuple[Sample, ...]:
+        """Memory over time: a sample for each change that was published, oldest first."""
+        return self._shop.history.samples()
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Call ``told`` after each change of what ``tree`` and ``status`` say.
+
+        It is called on the engine's thread, which waits for it: it may only leave a note.
+
+        Returns:
+            A function that ends it.
+        """
+        return self._shop.watch(told)
+
+    def preview(self, bytes: int, model: str | None = None) -> Preview:  # noqa: A002
+        """What ``set_budget`` would give up, as plain data; gives up nothing.
+
+        Raises:
+            BadRequest: the number is negative.
+        """
+        return self._thread.call(lambda: self._shop.preview(_checked(bytes), model))
 
     @property
     def exact(self) -> bool:
@@ -401,6 +415,17 @@ class Engine:
         freed: int = self._thread.call(lambda: self._shop.evict(bytes))
         return freed
 
+    def set_budget(self, bytes: int, model: str | None = None) -> int:  # noqa: A002
+        """Let a loaded model's cache (the current one's when None) take so much; bytes freed.
+
+        It holds until the model is unloaded.
+
+        Raises:
+            BadRequest: the number is negative, or no such model is loaded.
+        """
+        freed: int = self._thread.call(lambda: self._shop.set_budget(_checked(bytes), model))
+        return freed
+
     def clear(self) -> None:
         """Forget all cached tokens; models stay loaded."""
         self._thread.call(self._shop.clear)
@@ -427,6 +452,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(nbytes: int) -> int:
+    if nbytes < 0:
+        raise BadRequest(f"A budget must not be negative, but it is {nbytes}.")
+    return nbytes
 
 
 class _Then:

@@ -1,6 +1,6 @@
 """What the engine thread works with: the models, one prefix cache for each, what is published.
 
-All methods but ``find``, ``tree`` and ``explained`` run on the engine thread. ``published`` is
+All methods but those that say so run on the engine thread. ``published`` is
 replaced whole, never changed, so that any thread may read it.
 """
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.cache.prefix_cache import PrefixCache
+from mlx_jupyter.cache.preview import Preview, preview
 from mlx_jupyter.cache.trace import TraceWriter
 from mlx_jupyter.cache.view import TreeView
 from mlx_jupyter.engine.asked import Asking, Memory
 from mlx_jupyter.engine.causes import explained
-from mlx_jupyter.engine.latch import holding
+from mlx_jupyter.engine.history import History
+from mlx_jupyter.engine.status import MemoryUse
 from mlx_jupyter.engine.storage import Storage
 from mlx_jupyter.engine.verify import Verification, sample, verify
 from mlx_jupyter.errors import BadRequest, ModelNotFound
+from mlx_jupyter.latch import holding
 from mlx_jupyter.models import allocator, memory, paths
 from mlx_jupyter.models.codec import codec_of
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
@@ -109,6 +112,8 @@ class Workshop:
         self.published = Published()
         self.memory = Memory()
         self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
+        self.history = History(clock)
+        self._watchers: dict[object, Callable[[], None]] = {}
         self._cache_bytes = cache_bytes
         self._memory_limit = memory_limit
         self._limited = False
@@ -212,9 +217,40 @@ class Workshop:
             trees=trees,
             requests=self.published.requests + ended,
         )
+        try:
+            self.history.add(self.memory_use(memory.measured()))
+            for told in list(self._watchers.values()):
+                told()
+        except Exception:  # no request fails because somebody looks on
+            log.warning("a change couldn't be told", exc_info=True)
+
+    def memory_use(self, measured: memory.Memory) -> MemoryUse:
+        """Bytes in use, as last published and as measured just now. From any thread."""
+        published = self.published
+        trees = published.trees.values()
+        return MemoryUse(
+            weights=sum(m.weight_bytes for m in published.models),
+            live=sum(t.live_bytes for t in trees),
+            stored=sum(t.stored_bytes for t in trees),
+            budget=sum(t.budget for t in trees),
+            active=measured.active,
+            cache=measured.cache,
+            peak=measured.peak,
+            limit=measured.limit,
+        )
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Call ``told`` after each publishing until the function returned is. From any thread."""
+        key = object()
+        self._watchers[key] = told
+
+        def stop() -> None:
+            self._watchers.pop(key, None)
+
+        return stop
 
     def tree(self, name: str) -> TreeView:
-        """The prefix cache of a model as last published; an empty one for a new model."""
+        """The prefix cache of a model as last published, or an empty one. From any thread."""
         return self.published.trees.get(name) or TreeView(model=name)
 
     def explained(
@@ -299,6 +335,27 @@ class Workshop:
         allocator.trim()
         self.publish()
         return freed
+
+    def preview(self, nbytes: int, name: str | None) -> Preview:
+        """What a budget of one model's cache would do."""
+        loaded = self.find(name)
+        if loaded is None:
+            return Preview(nbytes)
+        return preview(self.cache_of(loaded), nbytes)
+
+    def set_budget(self, nbytes: int, name: str | None) -> int:
+        """Give one model's cache another budget; bytes freed."""
+        loaded = self.find(name)
+        if loaded is None:
+            raise BadRequest(f"{name or 'No model'} is not loaded, so it has no cache yet.")
+        cache = self.cache_of(loaded)
+        before = cache.nbytes()
+        cache.budget = nbytes
+        cache.fit_live()
+        cache.enforce()
+        allocator.trim()
+        self.publish(loaded)
+        return before - cache.nbytes()
 
     def clear(self) -> None:
         """Forget all cached tokens."""
