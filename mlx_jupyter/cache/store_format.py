@@ -134,10 +134,10 @@ def lay_out(
         raise ValueError(f"A tensor can't be called {_TOKENS!r}.")
     ids = np.ascontiguousarray(tokens, "<i4")
     entries: list[tuple[safetensors.Entry, memoryview]] = [
-        (safetensors.Entry(_TOKENS, "I32", ids.shape), _flat(ids))
+        (safetensors.Entry(_TOKENS, "I32", ids.shape), flat(ids))
     ]
     for name, tensor in tensors.items():
-        entry, data = safetensors.Entry(name, tensor.dtype, tuple(tensor.shape)), _flat(tensor.data)
+        entry, data = safetensors.Entry(name, tensor.dtype, tuple(tensor.shape)), flat(tensor.data)
         try:
             fits = entry.nbytes == data.nbytes
         except KeyError:
@@ -270,7 +270,7 @@ class _Header:
             raise Damaged("its header has no checksum")
         self.nbytes = size - 8 - length
         self.checksum = bytes(text[len(_HEAD) : _UNTIL])
-        table = _table(text)
+        table = table_of(text)
         metadata = table.pop("__metadata__")
         if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()
@@ -285,7 +285,7 @@ class _Header:
             for key, value in metadata.items()
             if key.startswith(_META)
         }
-        self.tensors = _tiled(table, self.nbytes)
+        self.tensors = tiled(table, self.nbytes)
         text[len(_HEAD) : _UNTIL] = _ZEROS
         self.zeroed = text
         tokens = self.tensors.get(_TOKENS)
@@ -295,7 +295,13 @@ class _Header:
             raise Damaged("it has too many tokens, or none")
 
 
-def _table(text: bytearray) -> dict[str, Any]:
+def table_of(text: bytes | bytearray) -> dict[str, Any]:
+    """A header's table, in which no name comes twice.
+
+    Raises:
+        Damaged: it isn't one.
+    """
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
@@ -309,12 +315,17 @@ def _table(text: bytearray) -> dict[str, Any]:
         table = json.loads(text, object_pairs_hook=once, parse_constant=nothing)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"its header can't be read: {error}") from None
-    assert isinstance(table, dict), "it begins with a brace"
+    if not isinstance(table, dict):
+        raise Damaged("its header isn't a table")
     return table
 
 
-def _tiled(table: dict[str, Any], nbytes: int) -> dict[str, tuple[safetensors.Entry, int]]:
-    """The tensors by name with their beginnings, which lie one after another in all the data."""
+def tiled(table: dict[str, Any], nbytes: int) -> dict[str, tuple[safetensors.Entry, int]]:
+    """The tensors by name with their beginnings, which lie one after another in all the data.
+
+    Raises:
+        Damaged: they don't.
+    """
     found: dict[str, tuple[safetensors.Entry, int]] = {}
     try:
         for name, value in table.items():
@@ -354,8 +365,8 @@ def _fill(file: io.FileIO, into: np.ndarray, stopped: Callable[[], bool] = lambd
         at += count
 
 
-def _flat(data: Data) -> memoryview:
-    """The bytes of a contiguous buffer, not copied."""
+def flat(data: Data) -> memoryview:
+    """The bytes of a contiguous buffer, not copied; ``ValueError`` for another one."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     if not view.c_contiguous:
         raise ValueError("A tensor's data must be contiguous.")

@@ -18,14 +18,17 @@ from __future__ import annotations
 import difflib
 import re
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlx_jupyter.conversation.answer import Answer, Message
 from mlx_jupyter.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+_KEPT = "(kept)"
+"""Names the run of a cell whose turns were kept elsewhere: the next run is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,51 @@ class Turns:
             self._branches = {names[name]: each for name, each in self._branches.items()}
             for each in self._branches.values():
                 each.source = names.get(each.source or "", each.source)
+
+    def check_free(self, name: str) -> None:
+        """Raise ``BadRequest`` where a branch of that name has turns."""
+        with self._lock:
+            branch = self._branches.get(check_name(name))
+            if branch is not None and (branch.tip is not None or self._held(branch)):
+                raise BadRequest(
+                    f"Branch @{name} exists already. Drop it first (%llm drop @{name}), or restore "
+                    f"its file under another name (%llm restore @other FILE)."
+                )
+
+    def revive(self, name: str, log: Sequence[Turn]) -> None:
+        """Make a branch of turns that were kept elsewhere; their ids and parents don't count.
+
+        Turns with a call belong to that cell: when it runs again, it replaces them.
+
+        Raises:
+            BadRequest: the name is taken, or a bad one.
+        """
+        with self._lock:
+            self.check_free(name)
+            branch = _Branch()
+            for kept in log:
+                turn = replace(kept, id=self._next, parent=branch.tip)
+                self._next += 1
+                self._turns[turn.id] = turn
+                branch.tip = turn.id
+                if turn.call is None:
+                    branch.loose.add(turn.id)
+                else:
+                    self._record(branch, replace(turn.call, run=_KEPT), turn.id, fresh=False)
+            self._branches[check_name(name)] = branch
+
+    def around(self, name: str) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+        """A branch's turns and those of all others, each with the stale ones; any name."""
+        with self._lock:
+            own: set[int] = set()
+            others: set[int] = set()
+            for each, branch in self._branches.items():
+                found = self._held(branch).union(self._path(branch.tip))
+                (own if each == check_name(name) else others).update(found)
+            return (
+                tuple(self._turns[i] for i in sorted(own)),
+                tuple(self._turns[i] for i in sorted(others)),
+            )
 
     def log(self, name: str) -> tuple[Turn, ...]:
         """A branch's turns, from the first to the tip.
