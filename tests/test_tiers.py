@@ -273,3 +273,68 @@ def test_bfloat16_rows_and_odd_dtypes_survive() -> None:
         ((back,),) = unpack_rows(pack_rows(stacks), 1, 4)
         assert back.dtype == dtype
         assert mx.array_equal(back, stacks[0][0][..., 1:4, :])
+
+
+class TestHostMemory:
+    """The host's memory as a tier, as where the device has memory of its own."""
+
+    @pytest.mark.parametrize("kinds", [("rows",), ("rows", "window"), ("rows", "state"), KINDS])
+    @pytest.mark.parametrize("conversations", [2, 8])
+    def test_conversations_leave_and_come_back(
+        self, store: Store, kinds: tuple[str, ...], conversations: int
+    ) -> None:
+        model = FakeModel(kinds)
+        one = new_cache(model)
+        ask(one, model, prompt(1000), 4)
+        size = one.nbytes()
+        room = one.live.row_bytes() * 5500
+        cache = new_cache(model, int(size * 1.3), store.shelf("fake"), host_budget=room)
+        cache.rates = Always()
+        prompts = [[seed, *prompt(999, seed)] for seed in range(conversations + 2)]
+        for _ in range(3):
+            for ids in prompts:
+                before = cache.plan(np.array(ids, np.int32))
+                run = ask(cache, model, ids, 4, owner=str(ids[:3]))
+                cache.check()
+                assert run.tokens == cold(model, ids, 4)
+                assert before.recomputed in (1, 1000)
+                assert cache.tally.host <= room
+        residences = {p.residence for n in cache.trie.nodes() for p in n.pages}
+        assert "host" in residences
+        assert ("disk" in residences) == (conversations > 4)
+
+    def test_it_works_without_a_shelf(self) -> None:
+        model = FakeModel(KINDS)
+        one = new_cache(model)
+        ask(one, model, prompt(1000), 4)
+        size = one.nbytes()
+        cache = new_cache(model, int(size * 1.2), host_budget=size * 2)
+        for _ in range(2):
+            for seed in range(5):
+                ids = prompt(1000, seed)
+                assert ask(cache, model, ids, 4).tokens == cold(model, ids, 4)
+                cache.check()
+        assert cache.view().host_bytes == cache.tally.host > 0
+
+    def test_a_branch_within_a_page_on_the_host(self) -> None:
+        model = FakeModel()
+        cache = new_cache(model, host_budget=1 << 30)
+        ask(cache, model, prompt(700), 4)
+        cache.evict()
+        assert {p.residence for n in cache.trie.nodes() for p in n.pages} == {"host"}
+        ids = [*prompt(700)[:333], *prompt(9, 4)]
+        run = ask(cache, model, ids, 4)
+        assert (run.cached, run.tokens) == (333, cold(model, ids, 4))
+        cache.check()
+        cache.clear()
+        assert cache.tally.host == 0
+
+    def test_what_lies_there_is_written_when_idle(self, store: Store) -> None:
+        model = FakeModel()
+        cache = new_cache(model, 1 << 30, store.shelf("fake"), host_budget=1 << 30)
+        ask(cache, model, prompt(700), 4)
+        cache.evict()
+        save(cache)
+        assert store.flush(10)
+        other = kernel(model, store)
+        assert ask(other, model, prompt(700), 4).cached == 699

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlx_jupyter.cache.invariants import own_bytes
+from mlx_jupyter.cache.pages import things
 
 if TYPE_CHECKING:
     from mlx_jupyter.cache.pages import Mark, Page, Strip
@@ -42,4 +43,5 @@ def forget_oldest(trie: Trie[Page, Strip, Mark], live: set[int], *, rows: bool) 
 
 def _is_ghost(node: Node[Page, Strip, Mark], rows: bool) -> bool:
     held = rows and any(page.residence != "gone" for page in node.pages)
-    return not own_bytes(node) and not held
+    copied = any(thing.host for thing in things(node))
+    return not own_bytes(node) and not held and not copied

@@ -39,6 +39,7 @@ from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.match import decide, match
+from mlx_jupyter.cache.pages import host_bytes, things
 
 if TYPE_CHECKING:
     from mlx_jupyter.cache.pages import Mark, Page, Stacks, Strip
@@ -75,9 +76,10 @@ def check_settled(cache: PrefixCache) -> None:
         for page in node.pages:
             held = page.residence == "device"
             assert page.residence != "disk" or page.twin is not None, f"no file has {page}"
+            assert (page.residence == "host") == (page.host is not None), page
             _check_rows(page, len(leaves.rows) if held else 0)
         for strip in node.strips:
-            assert strip.stacks or strip.twin is not None, f"{strip} is nowhere"
+            assert strip.stacks or strip.elsewhere, f"{strip} is nowhere"
             _check_rows(strip, len(leaves.windows) if strip.stacks else 0)
         for mark in node.marks.values():
             _check_mark(cache, mark)
@@ -94,8 +96,8 @@ def _check_rows(thing: Page | Strip, layers: int) -> None:
 
 def _check_mark(cache: PrefixCache, mark: Mark) -> None:
     states = len(cache.live.leaves.states)
-    if mark.entry is not None and not mark.states:
-        return  # a file has them
+    if mark.elsewhere and not mark.states:
+        return
     assert len(mark.states) == (0 if mark is cache.tip else states), f"states missing: {mark}"
     for state in mark.states:
         at = getattr(state, "offset", None)
@@ -106,18 +108,20 @@ def _check_bytes(cache: PrefixCache) -> None:
     stored: list[Any] = []
     counted = 0
     for node in cache.trie.nodes():
-        things: list[tuple[Page | Strip | Mark, Stacks | list[Any]]] = [
+        held: list[tuple[Page | Strip | Mark, Stacks | list[Any]]] = [
             *((p, p.stacks) for p in node.pages),
             *((s, s.stacks) for s in node.strips),
             *((m, m.states) for m in node.marks.values()),
         ]
-        for thing, content in things:
+        for thing, content in held:
             arrays = ly.arrays_in(content)
             true = _buffers(arrays)
             assert thing.nbytes == true, f"{thing} counts {thing.nbytes} bytes, not {true}"
             stored += arrays
             counted += true
     assert counted == cache.stored_bytes(), f"{cache.stored_bytes()} counted, {counted} stored"
+    on_host = sum(host_bytes(thing.host) for node in cache.trie.nodes() for thing in things(node))
+    assert on_host == cache.tally.host, f"{cache.tally.host} counted on the host, {on_host} there"
     assert _buffers(stored) == counted, "two stored things share a buffer"
     leaves = cache.live.leaves
     live = ly.arrays_in([r.cache for r in leaves.rows] + [w.cache for w in leaves.windows])

@@ -79,7 +79,7 @@ def give_up(cache: PrefixCache, need: int, leaving: dict[int, int], *, rests: bo
 
 def _give_up_strip(strip: Strip, node: PathNode) -> None:
     strip.release()
-    if strip.twin is None:
+    if not strip.elsewhere:
         node.strips.remove(strip)
 
 
@@ -90,7 +90,7 @@ def _give_up_mark(cache: PrefixCache, mark: Mark, node: PathNode, *, rests: bool
         cache.tip = None
     if rests and cache.tip is None and mark.at == cache.live.offset and node in cache.live_path():
         cache.tip = mark
-    elif mark.entry is None:
+    elif not mark.elsewhere:
         cache.drop_mark(node, mark)
 
 
@@ -128,8 +128,11 @@ def fit_live(cache: PrefixCache) -> None:
 def let_live_go(cache: PrefixCache) -> None:
     """Between requests: forget the live cache; what is pinned of it is stored first."""
     pin = _pinned_live(cache)
-    pages = [p for n in cache.live_path() for p in n.pages if p.residence == "live"]
-    kept = [page for page in pages if page.start < pin]
+    path = cache.live_path()
+    pages = [(p, n) for n in path for p in n.pages if p.residence == "live"]
+    kept = [page for page, _ in pages if page.start < pin]
+    tips = [(m, n) for n in path for m in n.marks.values() if m is cache.tip]
+    cache.tiers.keep([*(each for each in pages if each[0].start >= pin), *tips])
     if kept and cache.live.leaves.rows:
         capture(kept, cache.live.full_layers(), gpu=cache.live.gpu)
     if cache.tip is not None and cache.tip.at <= pin:

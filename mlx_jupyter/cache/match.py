@@ -16,6 +16,7 @@ from mlx_jupyter.cache.exact import places
 from mlx_jupyter.cache.needs import Needs, Span, joined
 from mlx_jupyter.cache.plan import Cause, CauseCode, Plan, Rates
 from mlx_jupyter.cache.trie import common_prefix
+from mlx_jupyter.cache.view import AWAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,6 +88,7 @@ def match(
     active: Callable[[Any], bool],
     *,
     exact: bool = False,
+    usable: Callable[[Any], bool] = lambda page: True,
 ) -> Match:
     """Walk ``ids`` down from ``root``.
 
@@ -96,6 +98,7 @@ def match(
         live: tokens in the live cache.
         active: whether a node lies on the path of the live cache.
         exact: note where passes ended.
+        usable: whether who asks may go on from a page.
     """
     known = held = common = 0
     broken = False
@@ -115,9 +118,9 @@ def match(
         for page in child.pages:
             if page.start >= known or broken:
                 break
-            broken = page.residence == "gone"
+            broken = page.residence == "gone" or not usable(page)
             held = held if broken else min(page.end, known)
-            if page.residence in ("disk", "host"):
+            if page.residence in AWAY:
                 away.append((page.start, held))
         if child.strips:
             windows += [(s.start, min(s.end, known)) for s in child.strips if s.start < known]
@@ -132,7 +135,7 @@ def match(
         prompt=len(ids),
         known=known,
         held=held,
-        common=common,
+        common=min(common, held),
         live=live,
         snapshots=tuple(sorted(snapshots)),
         windows=tuple(joined(windows)),

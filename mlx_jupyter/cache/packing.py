@@ -5,7 +5,8 @@ A snapshot keeps the arrays of each state layer's object, ``"0.3"`` the fourth o
 and beside them a plan of the object in JSON, that is put on a fresh object of the same layer: no
 class is ever named by a file.
 
-Used on the engine thread. Packed tensors are views: their arrays must never be written to.
+Used on the engine thread. Packed tensors are views, whose arrays must never be written to; but
+where the device has memory of its own they are copies in the host's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache.layers import arrays_in
+from mlx_jupyter.cache.layers import arrays_in, compact
 from mlx_jupyter.cache.store_format import Tensor
 
 if TYPE_CHECKING:
@@ -56,6 +57,33 @@ _NUMPY = {
 _PLAN = "plan"
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH = 8
+
+
+Packed = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors, and what else belongs to them."""
+
+
+def discrete() -> bool:
+    """Whether the device has memory of its own (CUDA).
+
+    A host's read of an array there moves its buffer into managed memory for good.
+    """
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return on_gpu and not mx.metal.is_available()
+
+
+def nbytes(packed: Packed) -> int:
+    """Bytes of the tensors."""
+    return sum(_numpy(tensor).nbytes for tensor in packed[0].values())
+
+
+def cut(packed: Packed, start: int, end: int) -> Packed:
+    """The rows ``[start, end)`` of packed rows, copied."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in packed[0].items():
+        part = np.ascontiguousarray(_numpy(tensor)[..., start:end, :])
+        tensors[name] = Tensor(tensor.dtype, part.shape, part)
+    return tensors, packed[1]
 
 
 class Unpackable(Exception):
@@ -144,10 +172,12 @@ def _pack(array: mx.array) -> Tensor:
     name = _DTYPES.get(array.dtype)
     if name is None:
         raise Unpackable(f"arrays of {array.dtype} aren't stored")
-    bits = array
-    if array.dtype == mx.bfloat16:
-        bits = array.view(mx.uint16)
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    if discrete():
+        bits = compact(bits)
         mx.eval(bits)
+        return Tensor(name, tuple(array.shape), np.array(bits))
+    mx.eval(bits)
     return Tensor(name, tuple(array.shape), memoryview(bits))  # type: ignore[arg-type]
 
 
@@ -157,7 +187,9 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 def _array(host: np.ndarray, dtype: str) -> mx.array:
     array = mx.array(host)
-    return array.view(mx.bfloat16) if dtype == "BF16" else array
+    if dtype == "BF16":
+        array = array.view(mx.bfloat16)
+    return compact(array) if discrete() else array  # else it would stay in managed memory
 
 
 def _cut(tensor: Tensor, start: int, end: int) -> mx.array:

@@ -1,11 +1,12 @@
 """What is stored outside the live cache, and where it lives: pages, strips and marks.
 
 A *page* holds the full layers' rows of up to 256 tokens. Its residence is ``live`` (the rows are in
-the model's live cache, no bytes of its own), ``device`` (arrays of its own), ``disk`` (a file has
-them) or ``gone``; it changes only through the methods here. A *strip* holds the window layers' rows
-of up to 256 tokens, in arrays of its own or in a file, since a live window soon loses them. A
-*mark* holds the state layers' content at one offset. Whatever lies in memory may have its twin in a
-file: then giving it up costs nothing.
+the model's live cache, no bytes of its own), ``device`` (arrays of its own), ``host`` (a copy in
+the host's memory, where that isn't the device's), ``disk`` (a file has them) or ``gone``; it
+changes only through the methods here. A *strip* holds the window layers' rows of up to 256 tokens,
+in arrays of its own or elsewhere, since a live window soon loses them. A *mark* holds the state
+layers' content at one offset. Whatever lies in memory may have its twin in a file: then giving it
+up costs nothing.
 
 Rows are stored stacked over the layers that are alike, so that a long conversation is few buffers:
 for each group of layers its arrays with the layers on the leading axis, in place of the batch of 1.
@@ -19,12 +20,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import mlx.core as mx
 
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.packing import cut
+from mlx_jupyter.cache.packing import nbytes as packed_bytes
 from mlx_jupyter.cache.trie import PAGE
+from mlx_jupyter.cache.view import AWAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mlx_jupyter.cache.packing import Packed
     from mlx_jupyter.cache.store_listing import Entry
+    from mlx_jupyter.cache.trie import Node
     from mlx_jupyter.cache.view import MarkKind, Residence
 
 T = TypeVar("T")
@@ -34,6 +40,11 @@ CAPTURED_TOGETHER = 32
 
 Stacks = tuple[ly.Rows, ...]
 """For each group of like layers its rows, stacked."""
+
+
+def host_bytes(packed: Packed | None) -> int:
+    """Bytes of a copy in the host's memory, if there is one."""
+    return 0 if packed is None else packed_bytes(packed)
 
 
 def group(rows: Sequence[tuple[T, ly.Rows]]) -> dict[Any, list[tuple[T, ly.Rows]]]:
@@ -75,18 +86,24 @@ def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
 
 
 class Tally:
-    """Bytes that the stored things of one cache hold, kept up as they change."""
+    """Bytes that the stored things of one cache hold, kept up as they change.
 
-    __slots__ = ("nbytes",)
+    Attributes:
+        nbytes: in the device's memory.
+        host: in the host's, where that is another one.
+    """
+
+    __slots__ = ("host", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.host = 0
 
 
 class _Stored:
     """Rows of the tokens ``[start, end)`` in arrays of their own, counted in ``tally``."""
 
-    __slots__ = ("end", "entry", "last_used", "nbytes", "stacks", "start", "tally")
+    __slots__ = ("end", "entry", "host", "last_used", "nbytes", "stacks", "start", "tally")
 
     def __init__(self, start: int, end: int, tally: Tally) -> None:
         self.start = start
@@ -96,6 +113,17 @@ class _Stored:
         self.nbytes = 0
         self.last_used = 0
         self.entry: Entry | None = None
+        self.host: Packed | None = None
+
+    def to_host(self, packed: Packed | None) -> None:
+        """Have this copy in the host's memory; None: have none any more."""
+        self.tally.host += host_bytes(packed) - host_bytes(self.host)
+        self.host = packed
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rows are somewhere else than in arrays."""
+        return self.host is not None or self.twin is not None
 
     @property
     def twin(self) -> Entry | None:
@@ -150,6 +178,10 @@ class _Stored:
             for part, stacks in zip(parts, copies, strict=True):
                 part.hold(stacks)
             self.release()
+        if self.host is not None:
+            for part in parts:
+                part.to_host(cut(self.host, part.start - self.start, part.end - self.start))
+            self.to_host(None)
         return parts
 
 
@@ -161,17 +193,29 @@ class Strip(_Stored):
     @property
     def residence(self) -> Residence:
         """Where its rows are."""
-        return "device" if self.stacks else "disk"
+        if self.stacks:
+            return "device"
+        return "disk" if self.host is None else "host"
+
+    def drop(self) -> None:
+        """Give the rows up in all memory."""
+        self.release()
+        self.to_host(None)
 
 
 class Page(_Stored):
-    """Rows of the full layers."""
+    """Rows of the full layers.
 
-    __slots__ = ("residence",)
+    Attributes:
+        lent: the one owner that may use rows that came from outside (``lending.py``).
+    """
+
+    __slots__ = ("lent", "residence")
 
     def __init__(self, start: int, end: int, tally: Tally) -> None:
         super().__init__(start, end, tally)
         self.residence: Residence = "live"
+        self.lent: str | None = None
 
     def capture(self, stacks: Stacks) -> None:
         """Live → device: own a copy of the rows in the live cache."""
@@ -182,12 +226,16 @@ class Page(_Stored):
     def now_live(self) -> None:
         """The rows are in the live cache now; the page's own arrays are given up."""
         self.release()
+        self.to_host(None)
         self.residence = "live"
 
     def leave(self) -> None:
-        """Give the rows up, as far as no file has them."""
+        """Give the arrays up; what is nowhere else is gone."""
         self.release()
-        self.residence = "disk" if self.twin else "gone"
+        if self.host is not None:
+            self.residence = "host"
+        else:
+            self.residence = "disk" if self.twin else "gone"
 
     def found(self, entry: Entry) -> None:
         """A file has the rows."""
@@ -196,19 +244,28 @@ class Page(_Stored):
         self.residence = "disk"
 
     def lose(self) -> None:
-        """The file isn't there any more."""
+        """What lies elsewhere can't be read."""
         self.entry = None
+        self.to_host(None)
         self.residence = "gone"
 
     def arrive(self, stacks: Stacks) -> None:
-        """Disk → device: own rows that were read."""
-        assert self.residence == "disk", self
+        """Host or disk → device: own rows that were read."""
+        assert self.residence in AWAY, self
+        self.hold(stacks)
+        self.to_host(None)
+        self.residence = "device"
+
+    def fill(self, stacks: Stacks, lent: str | None) -> None:
+        """New or gone → device: own rows that came from outside, maybe lent to an owner."""
+        assert self.residence in ("live", "gone"), self
         self.hold(stacks)
         self.residence = "device"
+        self.lent = lent
 
     def _twin(self, start: int, end: int) -> Self:
         twin = super()._twin(start, end)
-        twin.residence = self.residence
+        twin.residence, twin.lent = self.residence, self.lent
         return twin
 
     def __repr__(self) -> str:
@@ -241,6 +298,7 @@ def joined_pages(pages: Sequence[Page]) -> list[Page]:
         if (
             last is not None
             and last.residence == page.residence == "live"
+            and last.lent == page.lent
             and last.start // PAGE == page.start // PAGE
         ):
             last.entry = _entry_of_both(last, page)
@@ -283,6 +341,7 @@ class Mark:
         nbytes: bytes of its own.
         last_used: the request counter at the last use.
         entry: the file that has the states.
+        host: a copy in the host's memory.
     """
 
     at: int
@@ -291,12 +350,20 @@ class Mark:
     nbytes: int = 0
     last_used: int = 0
     entry: Entry | None = None
+    host: Packed | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the states are somewhere else than in arrays."""
+        return self.host is not None or self.entry is not None
 
     @property
     def residence(self) -> Residence:
         """Where the states are; for models without state layers, "live"."""
         if self.states:
             return "device"
+        if self.host is not None:
+            return "host"
         return "disk" if self.entry else "live"
 
     def hold(self, states: list[Any]) -> None:
@@ -307,3 +374,11 @@ class Mark:
     def take(self, layers: Sequence[ly.StateLayer]) -> None:
         """Snapshot the layers, which stand at ``at``."""
         self.hold([layer.snapshot() for layer in layers])
+
+
+Thing = Page | Strip | Mark
+
+
+def things(node: Node[Page, Strip, Mark]) -> list[Thing]:
+    """All that a node holds."""
+    return [*node.pages, *node.strips, *node.marks.values()]

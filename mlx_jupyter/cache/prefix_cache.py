@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache import exact, making_room
+from mlx_jupyter.cache import exact, lending, making_room
 from mlx_jupyter.cache.describe import describe
 from mlx_jupyter.cache.invariants import check, own_bytes
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import joined, lattice, without
-from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture
+from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture, host_bytes
 from mlx_jupyter.cache.plan import Plan, Rates
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.tiers import Tiers
@@ -55,6 +55,8 @@ class PrefixCache:
         name: the model's short name, for descriptions.
         clock: monotonic seconds, for what restoring costs.
         shelf: where what the model computed outlives memory; None for nowhere.
+        host_budget: bytes of the host's memory, where that isn't the device's, that what leaves the
+            device may take.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class PrefixCache:
         name: str = "",
         clock: Callable[[], float] = time.perf_counter,
         shelf: Shelf | None = None,
+        host_budget: int = 0,
     ) -> None:
         self.budget = budget
         self.name = name
         self.now = clock
         self.rates = Rates()
         self.pins: set[str] = set()
+        self.borrowers: set[str] = set()
         self.labels: dict[str, str] = {}
         self.live = Live(make)
         self.needs = self.live.leaves.needs
@@ -78,8 +82,9 @@ class PrefixCache:
         self.requests = 0
         self.version = 0
         self.needed: set[int] = set()
+        self.asked = np.zeros(0, np.int32)
         self.tip: Mark | None = None
-        self.tiers = Tiers(self, shelf)
+        self.tiers = Tiers(self, shelf, host_budget)
         self._exact = False
 
     def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
@@ -101,15 +106,22 @@ class PrefixCache:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def match(self, ids: np.ndarray) -> Match:
-        """What is known of a prompt."""
+    def match(self, ids: np.ndarray, owner: str | None = None) -> Match:
+        """What is known of a prompt, as far as this owner may use it."""
         path = {id(n) for n in self.live_path()}
         on_path: Callable[[PathNode], bool] = lambda n: id(n) in path  # noqa: E731
-        return match(self.trie.root, ids, self.live.offset, on_path, exact=self.exact)
+        return match(
+            self.trie.root,
+            ids,
+            self.live.offset,
+            on_path,
+            exact=self.exact,
+            usable=lending.usable(owner),
+        )
 
-    def plan(self, ids: np.ndarray) -> Plan:
-        """How a prompt would be served now."""
-        return decide(self.match(ids), self.needs, self.rates)
+    def plan(self, ids: np.ndarray, owner: str | None = None) -> Plan:
+        """How a prompt of this owner would be served now."""
+        return decide(self.match(ids, owner), self.needs, self.rates)
 
     def path_to(self, ids: np.ndarray) -> list[PathNode]:
         """The nodes along the longest known prefix of ``ids``."""
@@ -157,7 +169,7 @@ class PrefixCache:
         self.requests += 1
         if owner is not None:
             self.labels[owner] = label or owner
-        prompt = np.asarray(ids, np.int32)
+        self.asked = prompt = np.asarray(ids, np.int32)
         self.tiers.changed()
         self.tiers.adopt(prompt)
         return Session(self, prompt, room=room, marks=marks, owner=owner, cancelled=cancelled)
@@ -215,7 +227,7 @@ class PrefixCache:
                 self.trie.split_strips(node, edge)
             for strip in list(node.strips):
                 if not any(a < strip.end and strip.start < b for a, b in kept):
-                    strip.release()
+                    strip.drop()
                     node.strips.remove(strip)
 
     def _needed_elsewhere(self, path: Sequence[PathNode]) -> Iterator[Span]:
@@ -238,7 +250,9 @@ class PrefixCache:
 
     def drop_mark(self, node: PathNode, mark: Mark) -> None:
         """Take a mark out, with its states."""
-        self.tally.nbytes -= node.marks.pop(mark.at).nbytes
+        del node.marks[mark.at]
+        self.tally.nbytes -= mark.nbytes
+        self.tally.host -= host_bytes(mark.host)
         if mark is self.tip:
             self.tip = None
 

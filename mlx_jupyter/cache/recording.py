@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlx_jupyter.cache import exact
+from mlx_jupyter.cache import exact, lending
 from mlx_jupyter.cache.needs import joined, without
 from mlx_jupyter.cache.pages import Mark, Strip, joined_pages
 from mlx_jupyter.cache.trie import PAGE
@@ -55,6 +55,8 @@ def record(
                 page.now_live()
                 page.last_used = cache.requests
         step.pages = joined_pages(step.pages)
+    if cache.borrowers:
+        lending.spread(path)
     _store_windows(cache, path)
     if (mark or tip) and (cache.needs.stateful or cache.needs.windows):
         _mark(cache, node, mark or tip or "answer", copy=mark is not None)
@@ -119,7 +121,7 @@ def _drop_strips(cache: PrefixCache, node: PathNode, span: Span) -> None:
     for edge in span:
         cache.trie.split_strips(node, edge)
     for strip in [s for s in node.strips if span[0] <= s.start < span[1]]:
-        strip.release()
+        strip.drop()
         node.strips.remove(strip)
 
 

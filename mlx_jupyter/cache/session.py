@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
-from mlx_jupyter.cache import exact
+from mlx_jupyter.cache import exact, lending
 from mlx_jupyter.cache.match import decide
 from mlx_jupyter.cache.needs import MARK_EVERY
 from mlx_jupyter.cache.recording import keep_windows, record
+from mlx_jupyter.cache.view import AWAY
 from mlx_jupyter.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Session:
     def _decide(self) -> None:
         """Plan by what is there now."""
         cache = self._cache
-        found = cache.match(self._ids)
+        found = cache.match(self._ids, self._owner)
         self.plan: Plan = decide(found, cache.needs, cache.rates)
         if any(cause.code == "cost" for cause in self.plan.why):
             cache.rates = cache.rates.doubted()
@@ -151,6 +152,7 @@ class Session:
             cache.vacate(keep, self._total)
         finally:
             cache.needed = set()
+        lending.shed(cache, self._ids, self._owner)
         if in_place:
             keep_windows(cache)
         else:
@@ -201,7 +203,7 @@ class Session:
         with cache.tiers.reading(pages) as arrive:
             for run in _runs(pages, BATCH if live.gpu else 1):
                 for page in run:
-                    if page.residence == "disk":
+                    if page.residence in AWAY:
                         if self._told_to_stop():
                             self._stop_short()
                             raise Interrupted
@@ -331,13 +333,13 @@ class Session:
 
 
 def _runs(pages: Sequence[Page], batch: int) -> Iterator[Sequence[Page]]:
-    """Consecutive pages in memory together, those on disk ``batch`` at a time."""
+    """Consecutive pages on the device together, those elsewhere ``batch`` at a time."""
     at = 0
     while at < len(pages):
-        on_disk = pages[at].residence == "disk"
+        away = pages[at].residence in AWAY
         end = at + 1
-        while end < len(pages) and (pages[end].residence == "disk") == on_disk:
-            if on_disk and end - at == batch:
+        while end < len(pages) and (pages[end].residence in AWAY) == away:
+            if away and end - at == batch:
                 break
             end += 1
         yield pages[at:end]

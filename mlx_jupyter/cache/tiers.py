@@ -1,9 +1,10 @@
-"""Moves stored things between memory and the shelf of their model: saved when idle, read on demand.
+"""Moves stored things between the device, the host's memory and the shelf of their model.
 
 Things are written while nobody waits, whatever the budget: then giving one up in memory costs
-nothing, and a killed kernel loses little. What has no file yet when room is needed is written
-first, if reading it back will be cheaper than computing it. Memory is given up only when the file
-is there. In exactness mode nothing moves: a file doesn't know by which passes it was computed.
+nothing, and a killed kernel loses little. What has no file yet when room is needed is copied into
+the host's memory, where that isn't the device's, or written, if reading it back will be cheaper
+than computing it. Memory is given up only when the copy is there. In exactness mode nothing moves:
+a file doesn't know by which passes it was computed.
 
 Used on the engine thread.
 """
@@ -18,27 +19,30 @@ import numpy as np
 
 from mlx_jupyter.cache import keys
 from mlx_jupyter.cache.adoption import adopt
+from mlx_jupyter.cache.lending import is_lent
 from mlx_jupyter.cache.packing import (
+    Packed,
     Unpackable,
+    cut,
     pack_rows,
     pack_states,
     unpack_rows,
     unpack_states,
 )
-from mlx_jupyter.cache.pages import Mark, Page, Strip, stack
+from mlx_jupyter.cache.packing import nbytes as packed_bytes
+from mlx_jupyter.cache.pages import Mark, Page, Strip, Thing, host_bytes, stack, things
+from mlx_jupyter.cache.view import AWAY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mlx_jupyter.cache.pages import Stacks
     from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
-    from mlx_jupyter.cache.store_format import Content, Tensor
+    from mlx_jupyter.cache.store_format import Content
     from mlx_jupyter.cache.store_listing import Entry
     from mlx_jupyter.cache.store_shelf import Shelf
 
 log = logging.getLogger(__name__)
-
-Thing = Page | Strip | Mark
 
 WORTH = 64
 """Tokens below which a sequence is computed sooner than it is worth a file."""
@@ -58,11 +62,13 @@ class Tiers:
     Args:
         cache: whose things move.
         shelf: its model's; None: nothing outlives memory.
+        host_budget: bytes of the host's memory that things may take there.
     """
 
-    def __init__(self, cache: PrefixCache, shelf: Shelf | None) -> None:
+    def __init__(self, cache: PrefixCache, shelf: Shelf | None, host_budget: int = 0) -> None:
         self._cache = cache
         self._shelf = shelf
+        self._host_budget = host_budget
         self._waiting: list[tuple[Thing, PathNode]] | None = None
 
     @property
@@ -83,11 +89,12 @@ class Tiers:
                 page.entry = None
             for strip in list(node.strips):
                 strip.entry = None
-                if not strip.stacks:
+                if not strip.stacks and not strip.elsewhere:
                     node.strips.remove(strip)
             for mark in list(node.marks.values()):
                 mark.entry = None
-                if self._cache.needs.stateful and not mark.states and mark is not self._cache.tip:
+                nowhere = not mark.states and not mark.elsewhere and mark is not self._cache.tip
+                if self._cache.needs.stateful and nowhere:
                     self._cache.drop_mark(node, mark)
         self._waiting = []  # what is in memory is saved again after the next request, not at once
 
@@ -143,10 +150,10 @@ class Tiers:
             if _short(node):
                 continue
             marks = node.marks.values() if self._cache.needs.stateful else ()
-            held = (p for p in node.pages if p.residence in ("live", "device"))
+            held = (p for p in node.pages if p.residence in ("live", "device", "host"))
             pages = held if self._cache.live.leaves.rows else ()
             for thing in (*pages, *node.strips, *marks):
-                if _twin(thing) is None:
+                if _twin(thing) is None and not is_lent(self._cache, thing, node):
                     at = thing.at if isinstance(thing, Mark) else thing.end
                     found.append((thing.last_used, -at, thing, node))
         found.sort(key=lambda each: each[:2])
@@ -172,38 +179,113 @@ class Tiers:
                     shelf.forget([before.key])  # the tip that has grown since
                 return
 
+    def _packed(self, thing: Thing) -> Packed:
+        """What a thing is to be written as."""
+        if thing.host is not None:
+            return thing.host
+        live = self._cache.live
+        if isinstance(thing, Mark):
+            return pack_states(thing.states or [s.snapshot() for s in live.leaves.states])
+        stacks = thing.stacks
+        if isinstance(thing, Page) and thing.residence == "live":
+            stacks = stack(live.full_layers(), thing.start, thing.end)
+        return pack_rows(stacks), {_ORDER: live.order}
+
+    def packed(self, thing: Thing) -> Packed | None:
+        """What a thing is written as, wherever it lies; it stays there. None: its file is gone.
+
+        Raises:
+            Unpackable: it can't be written at all.
+        """
+        entry = thing.entry
+        if thing.residence != "disk" or entry is None or self._shelf is None:
+            return self._packed(thing)
+        content = self._shelf.read(entry)
+        if content is None:
+            return None
+        whole = content.tensors, content.meta
+        if isinstance(thing, Mark):
+            return whole
+        if not self._cache.live.take_order(content.meta.get(_ORDER, "")):
+            return None
+        first = thing.start - entry.start
+        return cut(whole, first, first + thing.tokens)
+
     def _put(self, shelf: Shelf, thing: Thing, place: _Place) -> bool:
-        """Have a thing written; whether it was queued."""
-        meta: Mapping[str, str] = {}
+        """Have a thing written; whether it was queued, or can't be at all."""
         try:
-            if isinstance(thing, Mark):
-                live = self._cache.live.leaves.states
-                tensors, meta = pack_states(thing.states or [s.snapshot() for s in live])
-            else:
-                stacks = thing.stacks
-                if isinstance(thing, Page) and thing.residence == "live":
-                    stacks = stack(self._cache.live.full_layers(), thing.start, thing.end)
-                tensors, meta = pack_rows(stacks), {_ORDER: self._cache.live.order}
-            return self._write(shelf, place, tensors, meta)
+            tensors, meta = self._packed(thing)
+            return shelf.put(place.kind, place.parent, place.tokens, place.start, tensors, meta)
         except (Unpackable, ValueError) as error:
             log.debug("%s can't be stored: %s", thing, error)
             return True
 
-    @staticmethod
-    def _write(
-        shelf: Shelf, place: _Place, tensors: Mapping[str, Tensor], meta: Mapping[str, str]
-    ) -> bool:
-        return shelf.put(place.kind, place.parent, place.tokens, place.start, tensors, meta)
-
     def keep(self, leaving: Sequence[tuple[Thing, PathNode]]) -> None:
-        """Before things are given up in memory: see to it that those worth it are on the shelf."""
-        shelf, rates = self.shelf, self._cache.rates
+        """Before things are given up on the device: see to it that those worth it are elsewhere."""
+        rates = self._cache.rates
+        worth = not rates.prefill or rates.read < rates.prefill
+        unkept = [(thing, node) for thing, node in leaving if not thing.elsewhere]
+        if self._host_budget and worth and not self._cache.exact:
+            unkept = [(thing, node) for thing, node in unkept if not self._to_host(thing)]
+            self._fit_host()
+        self._keep_on_shelf(unkept, worth=worth)
+
+    def _to_host(self, thing: Thing) -> bool:
+        """Copy a thing into the host's memory; whether it is there."""
+        try:
+            packed = self._packed(thing)
+        except Unpackable as error:
+            log.debug("%s can't be copied: %s", thing, error)
+            return False
+        if packed_bytes(packed) > self._host_budget:
+            return False
+        self._set_host(thing, packed)
+        return True
+
+    def _set_host(self, thing: Thing, packed: Packed | None) -> None:
+        if isinstance(thing, Mark):
+            self._cache.tally.host += host_bytes(packed) - host_bytes(thing.host)
+            thing.host = packed
+        else:
+            thing.to_host(packed)
+
+    def _fit_host(self) -> None:
+        """Let what was used longest ago leave the host's memory for the shelf."""
+        over = self._cache.tally.host - self._host_budget
+        if over <= 0:
+            return
+        held: list[tuple[Thing, PathNode]] = [
+            (thing, node)
+            for node in self._cache.trie.nodes()
+            for thing in things(node)
+            if thing.host is not None
+        ]
+        held.sort(key=lambda each: each[0].last_used)
+        leaving: list[tuple[Thing, PathNode]] = []
+        for thing, node in held:
+            if over <= 0:
+                break
+            over -= host_bytes(thing.host)
+            leaving.append((thing, node))
+        self._keep_on_shelf([each for each in leaving if _twin(each[0]) is None], worth=True)
+        for thing, node in leaving:
+            self._set_host(thing, None)
+            if isinstance(thing, Page):
+                if thing.residence == "host":
+                    thing.leave()
+            elif isinstance(thing, Strip):
+                if not thing.stacks and thing.twin is None:
+                    node.strips.remove(thing)
+            elif not thing.states and thing.entry is None and thing is not self._cache.tip:
+                self._cache.drop_mark(node, thing)
+
+    def _keep_on_shelf(self, leaving: Sequence[tuple[Thing, PathNode]], *, worth: bool) -> None:
+        shelf = self.shelf
         if shelf is None:
             return
         waiting: list[tuple[Thing, _Place]] = []
-        worth = not rates.prefill or rates.read < rates.prefill
         for thing, node in leaving:
-            if _twin(thing) is not None or _short(node):
+            if _short(node) or is_lent(self._cache, thing, node):
                 continue
             place = self._place(shelf, thing, node)
             self._settle(shelf, thing, place)
@@ -228,13 +310,16 @@ class Tiers:
         """
         entries = [p.entry for p in pages if p.residence == "disk" and p.entry is not None]
         if not entries or self._shelf is None:
-            yield lambda page: self._arrive(page, None)
+            yield lambda page: self._arrive(page, iter(()))
             return
         with self._shelf.reader(entries) as contents:
-            yield lambda page: self._arrive(page, next(contents, (None, None))[1])
+            yield lambda page: self._arrive(page, contents)
 
-    def _arrive(self, page: Page, content: Content | None) -> bool:
-        stacks = self._rows(page, content)
+    def _arrive(self, page: Page, contents: Iterator[tuple[Entry, Content | None]]) -> bool:
+        if page.host is None:
+            stacks = self._rows(page, next(contents, (None, None))[1])
+        else:
+            stacks = unpack_rows(page.host[0], 0, page.tokens)
         if stacks is None:
             page.lose()
             return False
@@ -260,7 +345,7 @@ class Tiers:
         """Read strips and snapshots that lie on disk; False when one isn't there any more."""
         whole = True
         for thing, node in things:
-            if thing.residence == "disk" and not self._fetch(thing):
+            if thing.residence in AWAY and not self._fetch(thing):
                 whole = False
                 if isinstance(thing, Mark):
                     node.marks.pop(thing.at, None)
@@ -269,21 +354,33 @@ class Tiers:
         return whole
 
     def _fetch(self, thing: Strip | Mark) -> bool:
-        entry, cache = thing.entry, self._cache
-        content = self._shelf.read(entry) if self._shelf is not None and entry else None
-        if entry is None or content is None:
-            return False
+        content: Content | None = None
+        if thing.host is None:
+            entry = thing.entry
+            content = self._shelf.read(entry) if self._shelf is not None and entry else None
+            if content is None:
+                return False
         if isinstance(thing, Strip):
-            stacks = self._rows(thing, content)
-            if stacks is not None:
-                thing.hold(stacks)
-            return stacks is not None
+            return self._fetch_strip(thing, content)
+        return self._fetch_mark(thing, content)
+
+    def _fetch_strip(self, strip: Strip, content: Content | None) -> bool:
+        if strip.host is None:
+            stacks = self._rows(strip, content)
+        else:
+            stacks = unpack_rows(strip.host[0], 0, strip.tokens)
+        if stacks is not None:
+            strip.hold(stacks)
+        return stacks is not None
+
+    def _fetch_mark(self, mark: Mark, content: Content | None) -> bool:
+        tensors, meta = (content.tensors, content.meta) if content else mark.host or ({}, {})
         try:
-            thing.hold(unpack_states(content.tensors, content.meta, cache.live.fresh_states()))
+            mark.hold(unpack_states(tensors, meta, self._cache.live.fresh_states()))
         except Unpackable as error:
             log.warning("A stored snapshot is of no use: %s", error)
             return False
-        cache.tally.nbytes += thing.nbytes
+        self._cache.tally.nbytes += mark.nbytes
         return True
 
     def used(self, entries: Iterable[Entry | None]) -> None:

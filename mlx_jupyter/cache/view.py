@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Residence = Literal["live", "device", "host", "disk", "gone"]
+AWAY: tuple[Residence, ...] = ("host", "disk")
+"""Residences that rows have to be read from."""
+
 MarkKind = Literal[
     "system", "turn", "prompt", "thinking", "answer", "branch", "periodic", "interrupt"
 ]
@@ -25,13 +28,17 @@ MarkKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """Rows of tokens ``[start, end)``: at most 256, boundaries at absolute multiples of 256."""
+    """Rows of tokens ``[start, end)``: at most 256, boundaries at absolute multiples of 256.
+
+    ``lent`` names the one owner that may use them (``lending.py``).
+    """
 
     start: int
     end: int
     residence: Residence
     nbytes: int
     last_used: int
+    lent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,7 @@ class TreeView:
         live: tokens that the live cache holds.
         live_bytes: bytes of the live cache's buffers, spare rows included.
         stored_bytes: bytes of pages and snapshots outside the live cache.
+        host_bytes: bytes of those in the host's memory, where that isn't the device's.
         budget: bytes that ``live_bytes + stored_bytes`` may reach.
         page_size: tokens in a full page.
         clock: the request counter, the unit of ``last_used``.
@@ -135,6 +143,7 @@ class TreeView:
     live: int = 0
     live_bytes: int = 0
     stored_bytes: int = 0
+    host_bytes: int = 0
     budget: int = 0
     page_size: int = 256
     clock: int = 0
