@@ -304,6 +304,28 @@ class TestFound:
         for ids in (a, b):
             assert ask(kernel(store, model), model, ids, 3).cached == 599
 
+    def test_a_tip_that_another_kernel_let_grow_is_found_in_its_new_file(
+        self, store: Store, model: FakeModel
+    ) -> None:
+        ids = prompt(600)
+        first, second = kernel(store, model), kernel(store, model)
+        ask(first, model, ids, 1)
+        save(first, store)
+        second.tiers.adopt(np.array(ids, np.int32))
+        ask(first, model, [*ids, *prompt(50, 1)], 1)
+        save(first, store)  # and the shorter file is forgotten
+        assert ask(second, model, ids, 3).cached == 599
+
+    def test_many_strips_of_others_dont_hide_rows(self, store: Store) -> None:
+        model = FakeModel(("rows", "window"))
+        ids = prompt(99)
+        first = kernel(store, model)
+        ask(first, model, ids, 12)
+        for seed in range(1, 6):
+            ask(first, model, prompt(250, seed), 3)
+        save(first, store)
+        assert ask(kernel(store, model), model, ids, 3).cached == 98
+
     def test_exactness_switched_on_takes_nothing_from_files(
         self, store: Store, model: FakeModel
     ) -> None:

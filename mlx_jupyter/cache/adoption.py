@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.store_shelf import Shelf
 
 SIBLINGS = 32
-"""Files on one boundary whose ids are read, last used first, to find the longest shared part."""
+"""Files of a kind on one boundary whose ids are read, last used first, to find the longest shared
+part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,27 @@ def _matched(
         elif entry.kind != "state":
             others.append(entry)
     end = min(base + PAGE, len(ids))
-    gaps = {
-        kind
-        for kind, start in (("rows", at), ("window", base))
-        if any(
-            without((start, end), joined((p.start, p.end) for p in pieces if p.entry.kind == kind))
-        )
-    }
-    others = [entry for entry in others if entry.kind in gaps]
-    others.sort(key=lambda entry: -entry.used)
-    for entry in others[:SIBLINGS]:
+    if _gap([p for p in pieces if p.entry.kind == "rows"], at, end):
+        pieces += _shared(shelf, ids, base, [e for e in others if e.kind == "rows"])
+    if _gap([p for p in pieces if p.entry.kind == "window"], base, end):
+        windows = [e for e in others if e.kind == "window"]
+        if any(entry.kind == "rows" for entry in found):
+            # A strip that ends before that is this sequence's whole, or not its own.
+            reach = max((p.end for p in pieces if p.entry.kind == "rows"), default=at)
+            windows = [e for e in windows if e.start < reach < e.end]
+        pieces += _shared(shelf, ids, base, windows)
+    return pieces
+
+
+def _gap(pieces: Sequence[_Piece], start: int, end: int) -> bool:
+    """Whether something of ``[start, end)`` is in none of them."""
+    return any(without((start, end), joined((p.start, p.end) for p in pieces)))
+
+
+def _shared(shelf: Shelf, ids: np.ndarray, base: int, entries: Sequence[Entry]) -> list[_Piece]:
+    """The parts of other sequences' files that the prompt shares."""
+    pieces: list[_Piece] = []
+    for entry in sorted(entries, key=lambda e: -e.used)[:SIBLINGS]:
         theirs = shelf.tokens(entry)
         same = 0 if theirs is None else common_prefix(theirs, ids[base:])
         if base + same > entry.start:

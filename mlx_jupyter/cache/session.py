@@ -121,9 +121,13 @@ class Session:
         return min((c for c in self._cuts if c > at), default=len(self._ids))
 
     def __enter__(self) -> Self:
+        looked = False
         try:
             while not self._restore():
                 log.debug("open: something stored is gone, planning again")
+                if not looked:  # another file may have it: a longer one, for a tip that grew
+                    self._cache.tiers.adopt(self._ids)
+                    looked = True
                 self._decide()
         except Interrupted:
             self._cache.fit_live()
