@@ -326,6 +326,17 @@ class TestFound:
         save(first, store)
         assert ask(kernel(store, model), model, ids, 3).cached == 98
 
+    def test_window_rows_before_a_parting_are_found_in_the_file_of_another_branch(
+        self, store: Store
+    ) -> None:
+        model = FakeModel(("rows", "window"), window=300)
+        a, b = (prompt(500), [*prompt(106), *prompt(190, 1)])
+        first = kernel(store, model)
+        for ids in (a, b):
+            ask(first, model, ids, 3, chunk=64)
+            save(first, store)
+        assert ask(kernel(store, model), model, b, 3).cached == 295
+
     def test_exactness_switched_on_takes_nothing_from_files(
         self, store: Store, model: FakeModel
     ) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from mlx_jupyter.cache.needs import Span
     from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
     from mlx_jupyter.cache.store_listing import Entry
     from mlx_jupyter.cache.store_shelf import Shelf
@@ -111,36 +112,45 @@ def _matched(
     """
     pieces: list[_Piece] = []
     others: list[Entry] = []
+    wanted: dict[tuple[keys.Kind, int, int], bytes] = {}  # thousands may begin a conversation
     for entry in found:
-        tokens = ids[base : entry.end]
-        if len(tokens) == entry.end - base and entry.key == keys.entry(
-            entry.parent, tokens, entry.kind, entry.start
-        ):
+        place = entry.kind, entry.start, entry.end
+        if entry.end <= len(ids) and place not in wanted:
+            tokens = ids[base : entry.end]
+            wanted[place] = keys.entry(entry.parent, tokens, entry.kind, entry.start)
+        if entry.key == wanted.get(place):
             pieces.append(_Piece(entry.start, entry.end, entry))
         elif entry.kind != "state":
             others.append(entry)
     end = min(base + PAGE, len(ids))
-    if _gap([p for p in pieces if p.entry.kind == "rows"], at, end):
-        pieces += _shared(shelf, ids, base, [e for e in others if e.kind == "rows"])
-    if _gap([p for p in pieces if p.entry.kind == "window"], base, end):
-        windows = [e for e in others if e.kind == "window"]
-        if any(entry.kind == "rows" for entry in found):
-            # A strip that ends before that is this sequence's whole, or not its own.
-            reach = max((p.end for p in pieces if p.entry.kind == "rows"), default=at)
-            windows = [e for e in windows if e.start < reach < e.end]
-        pieces += _shared(shelf, ids, base, windows)
+    pieces += _shared(shelf, ids, base, others, "rows", _gaps(pieces, "rows", (at, end)))
+    if any(entry.kind == "rows" for entry in found):  # strips behind the last row are no use
+        end = max((p.end for p in pieces if p.entry.kind == "rows"), default=at)
+    pieces += _shared(shelf, ids, base, others, "window", _gaps(pieces, "window", (base, end)))
     return pieces
 
 
-def _gap(pieces: Sequence[_Piece], start: int, end: int) -> bool:
-    """Whether something of ``[start, end)`` is in none of them."""
-    return any(without((start, end), joined((p.start, p.end) for p in pieces)))
+def _gaps(pieces: Sequence[_Piece], kind: keys.Kind, span: Span) -> list[Span]:
+    """What of a span is in none of them."""
+    return list(without(span, joined((p.start, p.end) for p in pieces if p.entry.kind == kind)))
 
 
-def _shared(shelf: Shelf, ids: np.ndarray, base: int, entries: Sequence[Entry]) -> list[_Piece]:
-    """The parts of other sequences' files that the prompt shares."""
+def _shared(
+    shelf: Shelf,
+    ids: np.ndarray,
+    base: int,
+    entries: Sequence[Entry],
+    kind: keys.Kind,
+    gaps: Sequence[Span],
+) -> list[_Piece]:
+    """The parts of other sequences' files that the prompt shares and that may fill gaps."""
+    near = [
+        entry
+        for entry in entries
+        if entry.kind == kind and any(a < entry.end and entry.start < b for a, b in gaps)
+    ]
     pieces: list[_Piece] = []
-    for entry in sorted(entries, key=lambda e: -e.used)[:SIBLINGS]:
+    for entry in sorted(near, key=lambda e: -e.used)[:SIBLINGS]:
         theirs = shelf.tokens(entry)
         same = 0 if theirs is None else common_prefix(theirs, ids[base:])
         if base + same > entry.start:
