@@ -40,13 +40,14 @@ Dropped = list[tuple[Thing, SimNode]]
 class Ours:
     """The product's policy on the product's description."""
 
+    marks_rows = False
     places = staticmethod(our_places)
     decoding = staticmethod(our_decoding)
 
     def give_up(self, cache: SimCache, need: int, leaving: dict[int, int]) -> Dropped:
         """See ``PrefixCache._give_up``."""
         described, things = items(cache, leaving)  # type: ignore[arg-type]
-        return [things[key] for key in retention.choose(described, need, cache.clock)]  # type: ignore[misc]
+        return [things[key] for key in retention.choose(described, need, cache.requests)]  # type: ignore[misc]
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +150,7 @@ def units(cache: SimCache, leaving: dict[int, int]) -> list[Unit]:
 class ByUnit:
     """Gives up the unit of the lowest value until there is room."""
 
+    marks_rows = True
     places = staticmethod(our_places)
     decoding = staticmethod(our_decoding)
 

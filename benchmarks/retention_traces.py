@@ -74,6 +74,7 @@ class Style:
         thinking: tokens of thinking before it.
         longest: tokens after which a user begins a new chat.
         kept: whether the template keeps the thinking of earlier turns.
+        sampled: answers differ each time; else a prompt that comes again gets its answer again.
     """
 
     requests: int = 120
@@ -86,6 +87,7 @@ class Style:
     thinking: tuple[int, int] = (0, 0)
     longest: int = 28_000
     kept: bool = True
+    sampled: bool = True
 
 
 STYLES = {
@@ -96,6 +98,7 @@ STYLES = {
     "thinking stripped": Style(
         thinking=(400, 3000), kept=False, moves=(8, 2, 1.5, 1, 1, 2, 0, 0.1)
     ),
+    "same answers": Style(sampled=False, moves=(5, 2, 3, 1, 1, 2, 0, 0.6)),
     "documents": Style(notebooks=2, document=(4000, 14000, 0.25), moves=(6, 3, 1, 1.5, 1, 2, 1, 0)),
 }
 
@@ -222,8 +225,9 @@ class _User:
         ids += asked.question
         marks.append((len(ids), "prompt"))
         ids += _TAIL
-        asked.thinking = self._text(style.thinking) if style.thinking[1] else []
-        asked.answer = self._text(style.answer)
+        mind = self._random if style.sampled else random.Random(str(ids))
+        asked.thinking = self._text(style.thinking, mind) if style.thinking[1] else []
+        asked.answer = self._text(style.answer, mind)
         made = [*asked.thinking, *asked.answer]
         return Step(np.array(ids, np.int32), np.array(made, np.int32), chat.owner, tuple(marks))
 
@@ -231,11 +235,12 @@ class _User:
         low, high, often = self._style.document
         return self._text((low, high) if self._random.random() < often else self._style.question)
 
-    def _text(self, tokens: tuple[int, int]) -> list[int]:
+    def _text(self, tokens: tuple[int, int], dice: random.Random | None = None) -> list[int]:
+        dice = dice or self._random
         low, high = (max(1, n // UNIT) for n in tokens)
         # Short texts are more frequent than long ones.
-        n = round(low * (high / low) ** self._random.random())
-        return [self._random.randrange(1, 1 << 20) for _ in range(n)]
+        n = round(low * (high / low) ** dice.random())
+        return [dice.randrange(1, 1 << 20) for _ in range(n)]
 
 
 _TAIL = [0]

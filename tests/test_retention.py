@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[Item]:
-    """Pages in chains that fork, snapshots and strips on them, some pinned, some useless."""
+    """Pages in chains that fork, snapshots on them and what these need, some pinned or useless."""
     count = draw(st.integers(0, 25))
     dice = random.Random(draw(st.integers(0, 1 << 32)))  # a draw for each field would be slow
     made: list[Item] = []
     pages: list[Item] = []
     states: dict[int, int | None] = {}  # page -> the snapshot at or above it
+    strips: list[int] = []
     alone = dice.random() < 0.5
     for key in range(count):
         above = dice.choice([None, *pages])
@@ -42,26 +44,38 @@ def forests(draw: st.DrawFn) -> list[Item]:
             pinned=dice.random() < 0.15,
             prior=prior if kind == "state" else None,
             place=dice.choice(["turn", "periodic", "prompt"]) if kind == "state" else "",
-            seen=dice.randint(0, 30),
-            back=dice.randint(0, 100),
+            asked=dice.choice([None, dice.random()]),
+            under=dice.random() < 0.3,
             alone=alone,
+            needs=_some(dice, strips) if kind == "state" else (),
         )
+        if kind == "state" and item.needs and dice.random() < 0.3:
+            item = replace(item, nbytes=0)  # windows alone: the place itself holds nothing
         made.append(item)
         if kind == "rows":
             pages.append(item)
             states[key] = prior
         elif kind == "state" and above:
             states[above.key] = key
+        elif kind == "window":
+            strips.append(key)
     return made
 
 
+def _some(dice: random.Random, keys: list[int]) -> tuple[int, ...]:
+    return tuple(dice.sample(keys, dice.randint(0, min(3, len(keys)))))
+
+
 def may_go(items: list[Item]) -> set[int]:
-    """Everything but what is pinned and the pages that it needs."""
+    """Everything but what is pinned, the pages and strips that it needs, what holds nothing."""
     by_key = {item.key: item for item in items}
-    stay = set()
+    stay = {item.key for item in items if not item.nbytes}
+    for item in items:
+        if item.pinned and not item.useless:
+            stay |= set(item.needs)
     for item in items:
         at: Item | None = item if item.pinned else None
-        while at is not None and at.key not in stay:
+        while at is not None:
             stay.add(at.key)
             at = by_key[at.before] if at.before is not None else None
             if at is not None and at.useless:
@@ -100,8 +114,29 @@ class TestTheChoice:
         gone: set[int] = set()
         for key in choose(items, need, 31):
             if by_key[key].kind == "rows" and not by_key[key].useless:
-                assert all(i.key in gone for i in items if i.before == key)
+                assert all(i.key in gone for i in items if i.before == key and i.nbytes)
             gone.add(key)
+
+    @quick
+    @given(items=forests(), need=st.integers(1, 12_000))
+    def test_a_window_goes_whole(self, items: list[Item], need: int) -> None:
+        """A strip goes after all that need it, and what only the last one needed goes next."""
+        chosen = choose(items, need, 31)
+        everything = choose(items, 1 << 60, 31)
+        users = {
+            strip: {i.key for i in items if strip in i.needs and not i.useless}
+            for item in items
+            for strip in item.needs
+        }
+        sizes = {item.key: item.nbytes for item in items}
+        gone: set[int] = set()
+        for key in everything:
+            if key in users:
+                assert all(user in gone or not sizes[user] for user in users[key])
+            gone.add(key)
+        broken = {user for key in chosen for user in users.get(key, ())}
+        held = {i.key for i in items if i.key not in chosen and sizes[i.key] and not i.pinned}
+        assert not broken & held, "a window that lacks a strip serves nothing"
 
     @quick
     @given(items=forests(), need=st.integers(1, 12_000), data=st.data())
@@ -133,7 +168,7 @@ class TestTheValue:
         items = [
             rows(0, 256),
             rows(1, 512, 0),
-            Item(2, "rows", 100, 256, 256, 1, seen=7),
+            Item(2, "rows", 100, 256, 256, 1, asked=0.5),
             rows(3, 256, reachable=False),
             rows(4, 256, useless=True),
         ]
@@ -160,8 +195,20 @@ class TestTheValue:
         assert choose(items, 1200, 2) == [2, 1, 0]
 
     def test_the_tip_is_kept_before_the_places_behind_it(self) -> None:
-        items = [state(0, 500, 500, back=2), state(1, 1000, 500, back=1), state(2, 1500, 500)]
+        items = [
+            state(0, 500, 500, asked=0.25),
+            state(1, 1000, 500, asked=0.5),
+            state(2, 1500, 500, asked=1.0),
+        ]
         assert choose(items, 2000, 2) == [0, 1]
+
+    def test_what_lies_under_a_tip_goes_after_what_a_rerun_replaced(self) -> None:
+        items = [
+            rows(0, 256, reachable=False, under=True),
+            rows(1, 256, reachable=False),
+            rows(2, 256),
+        ]
+        assert choose(items, 300, 8) == [1, 0, 2]
 
     def test_it_is_fast(self) -> None:
         """No square of anything: 2,000 items, all to be given up, in some milliseconds."""
@@ -185,7 +232,7 @@ class TestTheValue:
                             dice.randrange(99),
                             page,
                             prior=prior,
-                            back=50 - i // 3,
+                            asked=0.5 ** (50 - i // 3),
                         )
                     )
                     prior = key
@@ -196,6 +243,47 @@ class TestTheValue:
             assert len(choose(items, 1 << 60, 100)) == 2000
             best = min(best, time.perf_counter() - began)
         assert best < 0.1  # about 15 ms for all of them; a few are the rule
+
+
+def strip(key: int, end: int, **more: object) -> Item:
+    return Item(key, "window", 100, end, 32, 1, **more)  # type: ignore[arg-type]
+
+
+def place(key: int, end: int, needs: tuple[int, ...], **more: object) -> Item:
+    """A mark of a model of windows: it holds nothing but its strips."""
+    return Item(key, "state", 0, end, 64, 1, needs=needs, **more)  # type: ignore[arg-type]
+
+
+class TestWindows:
+    """Two whole windows of two strips each, an old one and the tip's."""
+
+    old = (strip(0, 32), strip(1, 64), place(2, 64, (0, 1), asked=0.1))
+    tip = (strip(3, 512), strip(4, 544), place(5, 544, (3, 4), asked=1.0, prior=2))
+
+    def test_the_less_wanted_window_goes_whole_before_a_strip_of_the_other(self) -> None:
+        items = [*self.old, *self.tip]
+        assert set(choose(items, 101, 2)) == {0, 1}
+        assert set(choose(items, 201, 2)[:2]) == {0, 1}
+        assert set(choose(items, 400, 2)) == {0, 1, 3, 4}
+
+    def test_begun_it_is_finished(self) -> None:
+        items = [replace(item, useless=False) for item in (*self.old, *self.tip)]
+        for need in (1, 101, 201, 301):
+            gone = choose(items, need, 2)
+            windows = [{0, 1} & set(gone), {3, 4} & set(gone)]
+            assert sum(0 < len(window) < 2 for window in windows) <= 1
+
+    def test_a_strip_that_another_mark_needs_too_stays_with_it(self) -> None:
+        shared = [strip(0, 32), strip(1, 64), strip(2, 96)]
+        marks = [place(3, 64, (0, 1), asked=0.1), place(4, 96, (1, 2), asked=1.0, prior=3)]
+        assert choose([*shared, *marks], 100, 2) == [0]
+
+    def test_a_strip_that_nothing_needs_goes_first(self) -> None:
+        assert choose([*self.old, *self.tip, strip(6, 900, useless=True)], 100, 2) == [6]
+
+    def test_pinned_windows_stay(self) -> None:
+        pinned = [replace(item, pinned=True) for item in self.old]
+        assert set(choose([*pinned, *self.tip], 1000, 2)) == {3, 4}
 
 
 @pytest.fixture(scope="module")

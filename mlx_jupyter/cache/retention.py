@@ -8,12 +8,19 @@ else is held:
 
 * a page may go only when nothing hangs on it: what is behind a missing page is useless;
 * with a snapshot go the rows that only it made useful; they count in its bytes;
+* window rows go with the last snapshot that needs them, never by themselves: a window that lacks a
+  strip is worth nothing;
 * with a snapshot gone, whoever comes for it goes on from the one before: that one is wanted more,
   and the one behind is further to prefill.
 
-P(wanted again) is a heuristic. It falls with the requests since a cell or branch that leads through
-the place last asked, and with the number of places between it and that branch's tip; what was used
-itself of late is wanted more, what nothing leads to hardly ever.
+P(wanted again) is a heuristic. Each cell or branch asks for the end of its path, the less the more
+requests were made since it last did, and for each place back half as much; what several ask for is
+wanted by all of them together. What nothing leads to any more is hardly ever wanted, unless it lies
+below the end of a path that may go on as before.
+
+Tried and left: ages weighed by the reuse distances seen in the session (``benchmarks/retention.py``:
+two of four means worse, none better by more than 2 %), the strongest tip instead of the sum (worse
+on states, the same on rows).
 """
 
 from __future__ import annotations
@@ -31,11 +38,22 @@ BACK = 0.5
 OWN = 0.1
 """Weight of a place's own last use against that of the branches which lead through it."""
 
-STRAY = 0.2
-"""How much what no cell or branch leads to is wanted, against its own last use alone."""
+NEW = 0.1
+"""How much the end of a system prompt is wanted for new conversations, against a tip below it:
+about one request in ten begins one."""
+
+STRAY = 0.02
+"""How much what no cell or branch leads to is wanted, against its own last use alone. Sampled
+answers don't come again: what a rerun has replaced is hardly ever asked for."""
+
+UNDER = 0.2
+"""The same for what lies below a tip: cells that run again without sampling come by it."""
 
 PERIODIC = 0.3
 """How much a snapshot set for its distance alone is wanted, against one where a turn ends."""
+
+INTERIOR = 3
+"""As how many marks back window rows count that no mark needs: an edit may fall there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +70,17 @@ class Item:
         last_used: request counter at its last use.
         before: key of the page that it needs, if that is an item too: the one before a page, the
             one that holds a snapshot's last row.
-        useless: can no longer serve any restore.
+        useless: can no longer serve any restore; a page or strip at once when nothing needs it.
         reachable: a cell or branch still leads through it.
         pinned: never given up.
         prior: for a snapshot, key of the one before it on its path, if that is an item too.
         place: why a snapshot was set; ``""`` for rows.
-        seen: request counter at the last request of the cells and branches that lead through it;
-            0 when that isn't known.
-        back: marks between it (for a strip: the mark that needs it) and the nearest of their tips.
+        asked: how much those that lead through it want it: for each, ``recency`` of its last
+            request, times ``BACK`` for each mark between; None when that isn't known.
+        under: no cell or branch leads through it, but one ends above it.
         alone: a page that serves restores without a snapshot; False makes it useless when
             nothing hangs on it any more.
+        needs: for a snapshot, keys of the strips that going on from it takes.
     """
 
     key: int
@@ -76,22 +95,28 @@ class Item:
     pinned: bool = False
     prior: int | None = None
     place: str = ""
-    seen: int = 0
-    back: int = 0
+    asked: float | None = None
+    under: bool = False
     alone: bool = True
+    needs: tuple[int, ...] = ()
+
+
+def recency(age: int) -> float:
+    """Chance of what was asked for ``age`` requests ago, up to a factor.
+
+    Hyperbolic, so that what is recent wins but a long replay still counts.
+    """
+    return 1 / (1 + max(age, 0))
 
 
 def wanted(item: Item, clock: int) -> float:
-    """Chance that it is wanted again, up to a factor: only the order of the values matters.
-
-    Hyperbolic in the age, so that what is recent wins but a long replay still counts.
-    """
+    """Chance that it is wanted again, up to a factor: only the order of the values matters."""
     weight = PERIODIC if item.place == "periodic" else 1.0
-    own = weight / (1 + max(clock - item.last_used, 0))
+    own = recency(clock - item.last_used)
     if not item.reachable:
-        return STRAY * own
-    tips = weight / (1 + max(clock - (item.seen or item.last_used), 0))
-    return tips if item.kind == "rows" else tips * BACK ** min(item.back, 64) + OWN * own
+        return weight * own * (UNDER if item.under else STRAY)
+    asked = own if item.asked is None else item.asked
+    return asked if item.kind == "rows" else weight * (asked + OWN * own)
 
 
 def choose(items: Iterable[Item], need: int, clock: int) -> list[int]:
@@ -111,55 +136,79 @@ class _Choice:
         self._clock = clock
         self._gone: set[int] = set()
         self._hanging = dict.fromkeys(self._items, 0)  # how many held items need a page
+        self._users: dict[int, set[int]] = {}  # held snapshots that need a strip
         self._prior = {key: item.prior for key, item in self._items.items()}
         self._start = {key: item.end - item.replay for key, item in self._items.items()}
         self._passed: dict[int, float] = {}  # P of given-up snapshots whose users come here now
+        self._heap: list[tuple[_Rank, int]] = []
         for item in self._items.values():
             if item.before in self._hanging:
                 self._hanging[item.before] += 1
+            if not item.useless:
+                for strip in item.needs:
+                    self._users.setdefault(strip, set()).add(item.key)
 
     def until(self, need: int) -> list[int]:
         """Give up until ``need`` bytes are free; the keys in order."""
-        heap = [(self._rank(key), key) for key in self._items if self._may_go(key)]
-        heapq.heapify(heap)
+        self._heap = [(self._rank(key), key) for key in self._items if self._may_go(key)]
+        heapq.heapify(self._heap)
         chosen: list[int] = []
-        while heap and need > 0:
-            rank, key = heapq.heappop(heap)
+        while self._heap and need > 0:
+            rank, key = heapq.heappop(self._heap)
+            if key in self._gone:
+                continue
             now = self._rank(key)
             if now > rank:  # its value grew since it was ranked
-                heapq.heappush(heap, (now, key))
+                heapq.heappush(self._heap, (now, key))
                 continue
             item = self._items[key]
-            chosen.append(key)
-            need -= item.nbytes
-            page = self._let_go(item)
-            if page is not None:
-                heapq.heappush(heap, (self._rank(page), page))
+            if item.nbytes:  # else it only lets strips go
+                chosen.append(key)
+                need -= item.nbytes
+            self._let_go(item)
         return chosen
 
     def _may_go(self, key: int) -> bool:
         item = self._items[key]
         free = item.kind != "rows" or item.useless or not self._hanging[key]
-        return free and not item.pinned
+        return free and not item.pinned and not self._users.get(key)
 
-    def _let_go(self, item: Item) -> int | None:
-        """Note that an item is gone; the page that may go now, if one may."""
+    def _let_go(self, item: Item) -> None:
+        """Note that an item is gone, and look again at what that changes."""
         self._gone.add(item.key)
         if item.kind == "state" and not item.useless:
             prior, _ = self._before(item.key)
             if prior is not None:
                 passed = wanted(item, self._clock) + self._passed.get(item.key, 0.0)
                 self._passed[prior] = self._passed.get(prior, 0.0) + passed
+            self._release(item)
         page = item.before
-        if page not in self._hanging:
-            return None
-        self._hanging[page] -= 1
-        fresh = page not in self._gone and not self._items[page].useless
-        return page if fresh and self._may_go(page) else None
+        if page in self._hanging:
+            self._hanging[page] -= 1
+            if not self._items[page].useless:
+                self._look_at(page)
+
+    def _release(self, item: Item) -> None:
+        """Nothing needs its strips for it any more: they are useless, or the last one's alone."""
+        last: set[int] = set()
+        for strip in item.needs:
+            users = self._users[strip]
+            users.discard(item.key)
+            if not users and strip in self._items:
+                self._look_at(strip)
+            elif len(users) == 1:
+                last |= users
+        for key in last:
+            self._look_at(key)
+
+    def _look_at(self, key: int) -> None:
+        """Rank an item anew, if it may go."""
+        if key not in self._gone and self._may_go(key):
+            heapq.heappush(self._heap, (self._rank(key), key))
 
     def _rank(self, key: int) -> _Rank:
         item = self._items[key]
-        if item.useless or not (item.kind != "rows" or item.alone or self._hanging[key]):
+        if self._is_useless(item):
             return False, 0.0, -item.end
         value = wanted(item, self._clock) * item.replay / max(item.nbytes, 1)
         if item.kind == "state":
@@ -167,6 +216,12 @@ class _Choice:
             chance = wanted(item, self._clock) + self._passed.get(key, 0.0)
             value = chance * (item.end - start) / max(self._frees(item), 1)
         return True, value, -item.end
+
+    def _is_useless(self, item: Item) -> bool:
+        if item.key in self._users:  # of a window: as long as something needs it, it stays
+            return not self._users[item.key]
+        unused = item.kind == "rows" and not item.alone and not self._hanging[item.key]
+        return item.useless or unused
 
     def _before(self, key: int) -> tuple[int | None, int]:
         """The nearest held snapshot before one, and where prefilling it again starts."""
@@ -189,4 +244,8 @@ class _Choice:
                 break
             freed += held.nbytes
             page = held.before
+        for key in item.needs:
+            strip = self._items.get(key)
+            if strip is not None and not strip.pinned and self._users.get(key) == {item.key}:
+                freed += strip.nbytes
         return freed
