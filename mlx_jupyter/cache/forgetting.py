@@ -89,9 +89,10 @@ def forget(
         parts_at = max((common_prefix(ids, other) for other in staying), default=0)
         if parts_at == len(ids):
             continue
-        files, nbytes = _from_shelf(cache, shelf, ids, parts_at) if shelf else (0, 0)
-        tokens, memory = _from_memory(cache, ids, parts_at) if cache else (0, 0)
-        removed += Removed(tokens, memory, nbytes, files)
+        if shelf is not None:
+            removed += _from_shelf(cache, shelf, ids, parts_at)
+        if cache is not None:
+            removed += _from_memory(cache, ids, parts_at)
     if cache is not None:
         cache.tiers.changed()
         mx.clear_cache()
@@ -101,36 +102,39 @@ def forget(
 # --- memory -------------------------------------------------------------------------------------
 
 
-def _from_memory(cache: PrefixCache, ids: np.ndarray, parts_at: int) -> tuple[int, int]:
-    """Take out of the trie what lies behind a place of a sequence; tokens and bytes."""
-    before = cache.nbytes() + cache.tally.host
+def _from_memory(cache: PrefixCache, ids: np.ndarray, parts_at: int) -> Removed:
+    """Take out of the trie what lies behind a place of a sequence."""
+    nbytes, tokens = cache.nbytes() + cache.tally.host, _held(cache)
     if common_prefix(cache.live.id_array(), ids) > parts_at:
         _leave_live(cache, parts_at)
-    tokens = 0
     while True:
         node, known = cache.trie.match(ids)
         if known <= parts_at:
-            return tokens, before - cache.nbytes() - cache.tally.host
+            nbytes -= cache.nbytes() + cache.tally.host
+            return Removed(tokens - _held(cache), nbytes)
         while node.children:
             node = next(iter(node.children.values()))
         if node.start < parts_at:
             cache.trie.split(node, parts_at)
-        tokens += _empty(cache, node)
+        _empty(cache, node)
         cache.trie.remove(node)
 
 
-def _empty(cache: PrefixCache, node: PathNode) -> int:
-    """Give up all that a node holds; tokens whose rows were somewhere."""
-    tokens = 0
+def _held(cache: PrefixCache) -> int:
+    """Tokens whose rows are somewhere."""
+    pages = (page for node in cache.trie.nodes() for page in node.pages)
+    return sum(page.tokens for page in pages if page.residence != "gone")
+
+
+def _empty(cache: PrefixCache, node: PathNode) -> None:
+    """Give up all that a node holds."""
     for page in node.pages:
-        tokens += page.tokens if page.residence != "gone" else 0
         page.release()
         page.to_host(None)
     for strip in node.strips:
         strip.drop()
     for mark in list(node.marks.values()):
         cache.drop_mark(node, mark)
-    return tokens
 
 
 def _leave_live(cache: PrefixCache, keep: int) -> None:
@@ -155,14 +159,12 @@ def _leave_live(cache: PrefixCache, keep: int) -> None:
 # --- disk ---------------------------------------------------------------------------------------
 
 
-def _from_shelf(
-    cache: PrefixCache | None, shelf: Shelf, ids: np.ndarray, parts_at: int
-) -> tuple[int, int]:
-    """Remove the files of what lies behind a place of a sequence; how many, and their bytes."""
+def _from_shelf(cache: PrefixCache | None, shelf: Shelf, ids: np.ndarray, parts_at: int) -> Removed:
+    """Remove the files of what lies behind a place of a sequence."""
     shelf.flush(PATIENCE)
     found = list({entry.key: entry for entry in _behind(shelf, ids, parts_at)}.values())
     if not found:
-        return 0, 0
+        return Removed()
     shortened = {
         entry.key: key
         for entry in found
@@ -172,20 +174,17 @@ def _from_shelf(
     }
     if shortened:
         shelf.flush(PATIENCE)
-    replaced = {
-        old: next(
-            (
-                e
-                for e in shelf.find(keys.chains(shelf.root, ids[: keys.base(parts_at)])[-1])
-                if e.key == new
-            ),
-            None,
-        )
-        for old, new in shortened.items()
-    }
+    chain = keys.chains(shelf.root, ids[: keys.base(parts_at)])[-1] if shortened else b""
+    there = {entry.key: entry for entry in shelf.find(chain)}
+    replaced = {old: there.get(new) for old, new in shortened.items()}
     if cache is not None:
         _let_go(cache, {entry.key for entry in found}, replaced)
-    return shelf.forget([entry.key for entry in found]), sum(entry.nbytes for entry in found)
+    tokens = 0
+    if cache is None:  # else the trie tells
+        tokens = sum(e.end - max(e.start, parts_at) for e in found if e.kind == "rows")
+    nbytes = sum(entry.nbytes for entry in found)
+    nbytes -= sum(entry.nbytes for entry in replaced.values() if entry is not None)
+    return Removed(tokens, 0, nbytes, shelf.forget([entry.key for entry in found]))
 
 
 def _behind(shelf: Shelf, ids: np.ndarray, parts_at: int) -> Iterator[Entry]:

@@ -81,6 +81,11 @@ class Match:
     exact: np.ndarray | None = None
 
 
+def _anybody(page: Any) -> bool:
+    del page
+    return True
+
+
 def match(
     root: _Node,
     ids: np.ndarray,
@@ -88,7 +93,7 @@ def match(
     active: Callable[[Any], bool],
     *,
     exact: bool = False,
-    usable: Callable[[Any], bool] = lambda page: True,
+    usable: Callable[[Any], bool] = _anybody,
 ) -> Match:
     """Walk ``ids`` down from ``root``.
 

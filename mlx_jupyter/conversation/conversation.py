@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_jupyter.conversation.answer import Answer, Message
 from mlx_jupyter.conversation.turns import Turn, Turns
@@ -16,7 +16,11 @@ from mlx_jupyter.errors import BadRequest, Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from os import PathLike
     from typing import Protocol
+
+    from mlx_jupyter.cache.forgetting import Removed
+    from mlx_jupyter.engine.keeping import Receipt
 
     class Generator(Protocol):
         """What a conversation needs of an engine."""
@@ -101,6 +105,61 @@ class Conversation:
         """
         self._tree.fork(self.name, name, back)
         return Conversation(self._engine, name, self.system)
+
+    def save(self, path: str | PathLike[str] | None = None) -> Receipt:
+        """Write the turns and what is cached of them to a file that only its user can read.
+
+        Args:
+            path: the file, with the suffix ``.llm.safetensors`` unless it has one; None for a
+                private place, from which ``restore`` brings the conversation back by its name.
+
+        Raises:
+            BadRequest: there are no turns, another kind of file is there, or it can't be written.
+            Cancelled: interrupted; what was there is there still.
+        """
+        from mlx_jupyter.conversation import keeping
+
+        ticket = keeping.save(cast("Any", self._engine), self.name, path)
+        receipt: Receipt = keeping.wait(ticket, f"@{self.name} isn't saved")
+        return receipt
+
+    @classmethod
+    def restore(
+        cls, engine: Any, path: str | PathLike[str] | None = None, name: str | None = None
+    ) -> Conversation:
+        """A conversation that ``save`` wrote, as a branch that goes on like any other.
+
+        A file is taken as hostile. Its turns come back whatever model is loaded; the pages in it
+        are used where the model is exactly the one that made them. Those of a file given by its
+        path are compared with what the model computes, in a sample, and used by this conversation
+        alone: whoever made the file on purpose could still have put other numbers in them.
+
+        Args:
+            engine: gets the conversation.
+            path: the file; None for the private place of that name.
+            name: of the branch; None for the one in the file.
+
+        Raises:
+            BadRequest: the name is taken, there is no such file, or it isn't a sound one of ours.
+            Cancelled: interrupted; nothing came back.
+        """
+        from mlx_jupyter.conversation import keeping
+
+        restored = keeping.wait(keeping.restore(engine, name, path), "nothing is restored")
+        return cls(engine, restored.name)
+
+    def forget(self) -> Removed:
+        """Remove the conversation for good, in memory and on disk, earlier versions included.
+
+        Pages that other conversations and cells still reach stay, and so do files that were saved
+        to a place of their own. What other kernels have computed for themselves is theirs.
+        """
+        from mlx_jupyter.conversation import keeping
+
+        ticket = keeping.forget(cast("Any", self._engine), self.name)
+        removed: Removed = keeping.wait(ticket, f"@{self.name} is still there")
+        keeping.forgotten(cast("Any", self._engine), self.name)
+        return removed
 
     @property
     def turns(self) -> tuple[Turn, ...]:

@@ -18,8 +18,11 @@ from mlx_jupyter import blas
 # A real BLAS must be in place before the first import of mlx, which the modules below do.
 blas.ensure()
 
+from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
+from mlx_jupyter.engine import keeping  # noqa: E402
+from mlx_jupyter.engine.keeping import Errand, chosen  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.cache.preview import Preview
     from mlx_jupyter.conversation.answer import Answer, Message
+    from mlx_jupyter.conversation.saved import Saved
     from mlx_jupyter.engine.history import Sample
     from mlx_jupyter.engine.verify import Verification
     from mlx_jupyter.models.info import ModelInfo
@@ -292,7 +296,14 @@ class Engine:
             raise EngineClosed if self._thread.closed else not_loaded(request.model)
         _, ids, marks = prompt_ids(self._shop, loaded, request)
         view = self._shop.tree(loaded.info.name)
-        found = match(view.root, ids, view.live, lambda node: bool(node.active), exact=view.exact)
+        found = match(
+            view.root,
+            ids,
+            view.live,
+            lambda node: bool(node.active),
+            exact=view.exact,
+            usable=usable(request.owner),
+        )
         plan = decide(found, view.needs, view.rates)
         return replace(plan, why=self._shop.explained(plan.why, loaded, request, ids, marks, view))
 
@@ -403,6 +414,49 @@ class Engine:
             BadRequest: it isn't pinned.
         """
         self._thread.call(lambda: self._shop.unpin(name))
+
+    # --- conversations as files --------------------------------------------------------------
+
+    def submit_save(
+        self, saved: Saved, messages: Sequence[Message], path: str | PathLike[str] | None = None
+    ) -> Ticket:
+        """Queue writing a conversation and what is cached of it to a file (``keeping.save``).
+
+        Its events are ``Loading`` and at last ``Kept`` with a ``Receipt``, or ``Failed``.
+        """
+        where = None if path is None else chosen(path)
+        return self._errand(lambda errand: keeping.save(errand, saved, messages, where))
+
+    def submit_restore(
+        self,
+        name: str | None,
+        path: str | PathLike[str] | None,
+        put: Callable[[Saved], None],
+        model: str | None = None,
+    ) -> Ticket:
+        """Queue bringing a conversation back (``keeping.restore``).
+
+        Its events are ``Loading`` and at last ``Kept`` with a ``Restored``, or ``Failed``.
+        """
+        where = None if path is None else chosen(path)
+        return self._errand(lambda errand: keeping.restore(errand, name, where, model, put))
+
+    def submit_forget(
+        self,
+        name: str,
+        gone: Sequence[tuple[str, Sequence[int]]],
+        kept: Sequence[tuple[str, Sequence[int]]],
+    ) -> Ticket:
+        """Queue removing all that is cached of a conversation (``keeping.forget``).
+
+        Its events end with ``Kept`` with a ``Removed``, or ``Failed``.
+        """
+        return self._errand(lambda errand: keeping.forget(errand, name, gone, kept))
+
+    def _errand(self, work: Callable[[Errand], Any]) -> Ticket:
+        return self._post(
+            Ticket(Request()), lambda ticket, forget: Errand(self._shop, ticket, forget, work)
+        )
 
     # --- giving up ---------------------------------------------------------------------------
 

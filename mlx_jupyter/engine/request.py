@@ -158,7 +158,14 @@ class Loaded:
     info: ModelInfo
 
 
-Terminal = Done | Failed | Loaded
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The end of a save, a restore or a removal of a conversation: ``value`` says what was done."""
+
+    value: Any
+
+
+Terminal = Done | Failed | Loaded | Kept
 Event = Loading | Prefill | Token | Tail | Terminal
 
 

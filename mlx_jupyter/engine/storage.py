@@ -61,8 +61,12 @@ class Storage:
         """Where a model's pages are kept; None for one without an identity."""
         if loaded.identity is None:
             return None
+        return self.shelf_of(loaded.identity, loaded.info.name)
+
+    def shelf_of(self, identity: str, name: str) -> Shelf | None:
+        """The same for a model that need not be loaded."""
         store = self._opened()
-        return None if store is None else store.shelf(loaded.identity, loaded.info.name)
+        return None if store is None else store.shelf(identity, name)
 
     def _opened(self) -> Store | None:
         with self._lock:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_jupyter.cache import lending
 from mlx_jupyter.cache.prefix_cache import PrefixCache
 from mlx_jupyter.cache.preview import Preview, preview
 from mlx_jupyter.cache.trace import TraceWriter
@@ -23,6 +24,7 @@ from mlx_jupyter.engine.causes import explained
 from mlx_jupyter.engine.history import History
 from mlx_jupyter.engine.status import MemoryUse
 from mlx_jupyter.engine.storage import Storage
+from mlx_jupyter.engine.trails import Trails
 from mlx_jupyter.engine.verify import Verification, sample, verify
 from mlx_jupyter.errors import BadRequest, ModelNotFound
 from mlx_jupyter.latch import holding
@@ -111,6 +113,7 @@ class Workshop:
         self.trace = TraceWriter(trace) if trace is not None else None
         self.published = Published()
         self.memory = Memory()
+        self.trails = Trails()
         self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
         self.history = History(clock)
         self._watchers: dict[object, Callable[[], None]] = {}
@@ -118,6 +121,7 @@ class Workshop:
         self._memory_limit = memory_limit
         self._limited = False
         self._caches: dict[str, PrefixCache] = {}
+        self._identities: dict[str, str] = {}
         self._pool = ModelPool(context=context, memory_limit=memory_limit)
         self._pool.on_unload = lambda loaded: self._forget(loaded.info.name)
 
@@ -149,6 +153,17 @@ class Workshop:
     def find(self, name: str | None) -> LoadedModel | None:
         """A loaded model by short name or source; the current one when None. From any thread."""
         return self._pool.find(name)
+
+    def find_alike(self, identity: str) -> LoadedModel | None:
+        """A loaded model of that identity."""
+        found = (self._pool.find(info.name) for info in self._pool.infos())
+        return next(
+            (each for each in found if each is not None and each.identity == identity), None
+        )
+
+    def known(self) -> dict[str, str]:
+        """The identity of each model that was loaded so far and has one, by short name."""
+        return dict(self._identities)
 
     def cache_of(self, loaded: LoadedModel) -> PrefixCache:
         """The prefix cache of a loaded model, in the mode that is asked for now."""
@@ -182,6 +197,8 @@ class Workshop:
             cache.clear()
 
     def _ready(self, loaded: LoadedModel) -> None:
+        if loaded.identity is not None:
+            self._identities[loaded.info.name] = loaded.identity
         if loaded.info.name not in self._caches:
             from mlx_lm.models.cache import make_prompt_cache
 
@@ -314,6 +331,7 @@ class Workshop:
         """Keep the path of a cell or branch; bytes outside the live cache that it holds."""
         for cache in self._caches.values():
             if cache.owns(name):
+            lending.end(cache, owner)
                 pinned = cache.pin(name)
                 self.publish()
                 return pinned

@@ -142,6 +142,36 @@ class Pin:
     """``pin @b`` and ``unpin @b``."""
 
     branch: str
+@dataclass(frozen=True, slots=True)
+class Save:
+    """``save @b [FILE]``."""
+
+    branch: str
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """``restore @b [FILE]``."""
+
+    branch: str
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """``forget @b``."""
+
+    branch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """``store`` and ``store clear``."""
+
+    clear: bool = False
+
+
     on: bool = True
 
 
@@ -177,3 +207,7 @@ Command = (
     | Help
     | Overview
 )
+    | Save
+    | Restore
+    | Forget
+    | Store

@@ -21,6 +21,7 @@ class Completer:
         branches: names of the branches, asked for when needed.
         models: names that ``load`` and ``-m`` take.
         variables: names in the user's namespace.
+        saved: names of the conversations that are kept.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class Completer:
         branches: Callable[[], Sequence[str]],
         models: Callable[[], Sequence[str]],
         variables: Callable[[], Sequence[str]],
+        saved: Callable[[], Sequence[str]],
     ) -> None:
         self._branches = branches
         self._models = models
         self._variables = variables
+        self._saved = saved
 
     def __call__(self, _shell: InteractiveShell, event: Any) -> list[str]:
         """The hook; IPython keeps those that begin with what is typed."""
@@ -81,8 +84,14 @@ class Completer:
                 return list(VIEWS)
             case "load" | "unload" if first:
                 return list(self._models())
-            case "log" | "drop" | "pin" | "unpin" if first:
+            case "log" | "drop" | "save" | "pin" | "unpin" if first:
                 return [at + b for b in self._branches()]
+            case "restore" if first:
+                return [at + b for b in self._saved()]
+            case "forget" if first:
+                return [at + b for b in dict.fromkeys([*self._branches(), *self._saved()])]
+            case "store" if first:
+                return ["clear"]
             case "help" if first:
                 return [*options.TOPICS, *options.SUBCOMMANDS]
         return [] if previous in options.spellings(valued=True) else None

@@ -19,6 +19,7 @@ from mlx_jupyter.notebook.commands import (
     Command,
     CommandError,
     Drop,
+    Forget,
     Help,
     Load,
     Log,
@@ -26,7 +27,10 @@ from mlx_jupyter.notebook.commands import (
     Overview,
     Pin,
     Status,
+    Restore,
+    Save,
     Tree,
+    Store,
     Unload,
     Verify,
 )
@@ -119,6 +123,16 @@ def _subcommand(text: str) -> Command | None:
         case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
             return Pin(branch[1:], on=word == "pin")
         case ["verify"]:
+        case ["save", branch, *rest] if BRANCH.fullmatch(branch) and _file(rest):
+            return Save(branch[1:], *rest)
+        case ["restore", branch, *rest] if BRANCH.fullmatch(branch) and _file(rest):
+            return Restore(branch[1:], *rest)
+        case ["forget", branch] if BRANCH.fullmatch(branch):
+            return Forget(branch[1:])
+        case ["store"]:
+            return Store()
+        case ["store", "clear"]:
+            return Store(clear=True)
             return Verify()
         case ["help"]:
             return Help()
@@ -130,6 +144,11 @@ def _subcommand(text: str) -> Command | None:
 def _words(text: str) -> list[str]:
     """Shell words up to a comment."""
     words = []
+def _file(rest: list[str]) -> bool:
+    """Whether nothing follows, or what may be a file's name."""
+    return not rest or (len(rest) == 1 and bool(rest[0]) and rest[0][0] not in "-@")
+
+
     at = _skip_blanks(text, 0)
     while at < len(text) and text[at] != "#":
         word, at = _word(text, at)

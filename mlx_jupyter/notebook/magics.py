@@ -24,7 +24,9 @@ from IPython.core.magic import (
 from traitlets import observe
 
 from mlx_jupyter import runtime
-from mlx_jupyter.engine.request import Failed, Loaded, Loading
+from mlx_jupyter.conversation import keeping
+from mlx_jupyter.engine.private import names as saved_names
+from mlx_jupyter.engine.request import Failed, Kept, Loaded, Loading
 from mlx_jupyter.errors import Cancelled, LLMError
 from mlx_jupyter.notebook import commands, config, grammar, options, reports
 from mlx_jupyter.notebook.cells import strip_final_newline
@@ -39,15 +41,17 @@ from mlx_jupyter.notebook.markdown import plain
 from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
+    from mlx_jupyter.cache.forgetting import Removed
     from mlx_jupyter.conversation.answer import Answer
     from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.request import Ticket
     from mlx_jupyter.notebook.display import Screen
 
+STOPPING = 2.0  # seconds that an interrupted save waits for its last piece
 SETTLE = 0.05  # seconds that an interrupted cell waits for the engine's own account
 SAMPLE = 16  # prefilled tokens that make a reading speed worth remembering
 ENOUGH = 256  # prefilled tokens that make a later one as good as any
@@ -80,7 +84,9 @@ class LLMMagics(config.Settings, Magics):
         self._chat = Chat(Calls(shell))
         self._speeds: dict[str, tuple[int, float]] = {}  # model → (tokens, tokens a second)
         runtime.watch(self._chat.attach)
-        self.completer = Completer(self._chat.names, _model_names, lambda: list(shell.user_ns))
+        self.completer = Completer(
+            self._chat.names, _model_names, lambda: list(shell.user_ns), saved_names
+        )
 
     @observe(*config.ENGINE)
     def _too_late(self, change: Any) -> None:
@@ -169,6 +175,14 @@ class LLMMagics(config.Settings, Magics):
                 return Outcome(self._chat.pin(branch, self._engine(), on=on))
             case commands.Verify():
                 found = self._engine().verify()
+            case commands.Save(branch, path):
+                return self._save(branch, path)
+            case commands.Restore(branch, path):
+                return self._restore(branch, path)
+            case commands.Forget(branch):
+                return self._forget(branch)
+            case commands.Store(clear):
+                return self._store(clear=clear)
                 return Outcome(reports.Page(f"{found}.", found))
             case commands.Help(topic):
                 return Outcome(reports.Page(options.help_text(topic)))
@@ -258,6 +272,59 @@ class LLMMagics(config.Settings, Magics):
         engine = self._engine()
         screen = screen_for(self.shell, "text")
         with Interrupts() as interrupts:
+    def _save(self, branch: str, path: str | None) -> Outcome:
+        ticket = keeping.save(self._engine(), branch, path)
+        return self._kept(
+            ticket, lambda receipt: reports.saved(branch, receipt), f"@{branch} isn't saved"
+        )
+
+    def _restore(self, branch: str, path: str | None) -> Outcome:
+        engine = self._engine()
+        self._chat.attach(engine)
+        model = config.setting("model", self, self.project)
+        ticket = keeping.restore(engine, branch, path, model)
+        return self._kept(ticket, reports.restored, f"@{branch} isn't restored")
+
+    def _forget(self, branch: str) -> Outcome:
+        engine = self._engine()
+
+        def told(gone: Removed) -> str:
+            keeping.forgotten(engine, branch)
+            return reports.removed(branch, gone)
+
+        return self._kept(keeping.forget(engine, branch), told, f"@{branch} is still there")
+
+    def _store(self, *, clear: bool) -> Outcome:
+        engine = self._engine()
+        if not clear:
+            return Outcome(reports.store(engine.status().store))
+        freed = engine.clear_store()
+        return Outcome(reports.Page(reports.cleared(freed, engine.status().store), freed))
+
+    def _kept(self, ticket: Ticket, told: Callable[[Any], str], undone: str) -> Outcome:
+        """Follow a ticket about a conversation as a file; what it ends with, told in one line."""
+        screen = screen_for(self.shell, "text")
+        with Interrupts() as interrupts:
+            _show(ticket, interrupts, screen)
+            if not ticket.ended:
+                ticket.cancel()
+                ticket.wait(STOPPING)
+            outcome = ticket.outcome
+            if isinstance(outcome, Kept):
+                screen.finish(told(outcome.value), "")
+            else:
+                screen.fail()
+        if isinstance(outcome, Failed):
+            raise outcome.error
+        if interrupts.count or not isinstance(outcome, Kept):
+            error = Cancelled(ticket.settle(SETTLE))
+            done = isinstance(outcome, Kept)
+            error.args = (
+                "Interrupted; it was done already." if done else f"Interrupted; {undone}.",
+            )
+            raise error
+        return Outcome(outcome.value, shown=True)
+
             ticket = engine.submit_load(name)
             _show(ticket, interrupts, screen)
             outcome = ticket.outcome

@@ -30,6 +30,10 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "log": ("@BRANCH", "the turns of a conversation"),
     "drop": ("@BRANCH", "forget a conversation"),
     "pin": ("@BRANCH", "never give up what a conversation has cached"),
+    "save": ("@BRANCH [FILE]", "keep a conversation, with its cached tokens, for another day"),
+    "restore": ("@BRANCH [FILE]", "bring a kept conversation back"),
+    "forget": ("@BRANCH", "remove a conversation for good, in memory and on disk"),
+    "store": ("[clear]", "what is kept on disk; clear removes it"),
     "unpin": ("@BRANCH", "let it be given up again when room is needed"),
     "verify": ("", "compute something cached again, cold, and compare"),
     "help": ("[TOPIC]", "this help, or more about one topic"),
@@ -54,6 +58,16 @@ TOPICS: dict[str, str] = {
         "Without @name each prompt stands alone, but shared beginnings are still reused."
     ),
     "results": (
+    "keeping": (
+        "%llm save @name keeps a conversation in a private place; %llm restore @name brings it\n"
+        "back in any kernel. With a FILE it goes where you say (.llm.safetensors is added), and\n"
+        "can be given to others: %llm restore @name FILE.\n"
+        "The cached tokens in a file are used where the model is exactly the one that made them.\n"
+        "Those from a FILE are compared with it in a sample, and used by that conversation alone.\n"
+        "%llm drop @name lets go of a conversation; %llm forget @name also removes all of it from\n"
+        "memory and from disk, earlier versions of its cells included.\n"
+        "%llm store shows what outlives the kernel, %llm store clear removes it."
+    ),
         "-o NAME (or NAME <<) puts the Answer into a variable; without it, it is in _.\n"
         "An Answer has .text, .tokens, .finish, .usage, .timing, .messages and .why.\n"
         "An interrupted cell keeps its partial text, and .finish is 'cancelled'."

@@ -16,9 +16,14 @@ from mlx_jupyter.units import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from mlx_jupyter.cache.forgetting import Removed
+    from mlx_jupyter.engine.keeping import Receipt, Restored
     from mlx_jupyter.engine.status import Status
+    from mlx_jupyter.engine.storage import StoreUse
     from mlx_jupyter.models.info import ModelInfo
 
+_TO_KEEP = "%config LLMMagics.store = True keeps them, from the next engine on."
+_TO_CLEAR = "%llm store clear removes all of it; saved conversations stay."
 _CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 
 
@@ -134,10 +139,67 @@ def status(now: Status) -> Report:
             f"peak {human_bytes(memory.peak)}"
             + (f", limit {human_bytes(memory.limit)}" if memory.limit else ""),
         ),
+        ("on disk", _on_disk(now.store)),
         ("device", f"{now.device}; BLAS: {_blas(now)}"),
         ("requests", f"{now.requests:,} ended, {now.waiting:,} waiting or running"),
     ]
     return Report(rows=tuple(rows), note=now.blas.hint, data=now)
+
+
+def _on_disk(store: StoreUse) -> str:
+    if store.place is None:
+        return "off: cached tokens end with the kernel"
+    return f"{human_bytes(store.nbytes)} of {human_bytes(store.budget)} in {store.place}"
+
+
+def store(use: StoreUse) -> Report:
+    """``%llm store``."""
+    if use.place is None:
+        title = "Nothing is kept on disk: cached tokens end with the kernel."
+        return Report(title=title, note=_TO_KEEP, data=use)
+    rows = [
+        ("place", str(use.place)),
+        ("bytes", f"{human_bytes(use.nbytes)} of {human_bytes(use.budget)}"),
+        ("files", f"{use.files:,}"),
+        *((f"model {name}", human_bytes(nbytes)) for name, nbytes in use.models.items()),
+        ("last fault", use.fault or "none"),
+    ]
+    return Report(rows=tuple(rows), note=_TO_CLEAR if use.files else "", data=use)
+
+
+def cleared(nbytes: int, use: StoreUse) -> str:
+    """``%llm store clear``."""
+    if use.place is None:
+        return "Nothing is kept on disk, so there is nothing to remove."
+    return f"{human_bytes(nbytes)} are removed from {use.place}."
+
+
+def saved(branch: str, receipt: Receipt) -> str:
+    """``%llm save @branch``."""
+    turns = "1 turn" if receipt.turns == 1 else f"{receipt.turns:,} turns"
+    pages = f", {receipt.tokens:,} cached tokens" if receipt.tokens else ""
+    line = f"@{branch} is saved: {turns}{pages}, {human_bytes(receipt.nbytes)}, in {receipt.path}."
+    return line + (f" Without cached tokens: {receipt.why}." if receipt.why else "")
+
+
+def restored(found: Restored) -> str:
+    """``%llm restore @branch``."""
+    turns = "1 turn" if found.turns == 1 else f"{found.turns:,} turns"
+    line = f"@{found.name} is back: {turns}"
+    if found.why and not found.cached:
+        return f"{line}. Its tokens will be computed again: {found.why}."
+    line += f", {found.cached:,} of {found.tokens:,} tokens cached"
+    if found.why:
+        return f"{line} here already; {found.why}."
+    return f"{line}, for this conversation alone." if found.lent else f"{line}."
+
+
+def removed(branch: str, gone: Removed) -> str:
+    """``%llm forget @branch``."""
+    return (
+        f"@{branch} is removed for good: {gone.tokens:,} tokens, {human_bytes(gone.memory)} in "
+        f"memory, {human_bytes(gone.disk)} on disk."
+    )
 
 
 def _blas(now: Status) -> str:
