@@ -195,9 +195,9 @@ class Serve(TicketJob):
         finally:
             if shop.trace is not None:
                 shop.trace.request(ids, run.tokens, owner, marks)
-            shop.publish(loaded, ended=True)
             led = np.asarray([*ids, *run.tokens], np.int32)
             shop.trails.note(owner, loaded.info.name, led)
+            shop.publish(loaded, ended=True)
         answer = self._made(run, session.plan, session.node)
         why = shop.explained(answer.why, loaded, ticket.request, id_array, marks, tree)
         shop.remember(loaded, ticket.request, id_array, marks, answer)

@@ -325,13 +325,13 @@ class Workshop:
         self.memory.release(owner)
         for cache in self._caches.values():
             cache.release(owner)
+            lending.end(cache, owner)
         self.publish()
 
     def pin(self, name: str) -> int:
         """Keep the path of a cell or branch; bytes outside the live cache that it holds."""
         for cache in self._caches.values():
             if cache.owns(name):
-            lending.end(cache, owner)
                 pinned = cache.pin(name)
                 self.publish()
                 return pinned

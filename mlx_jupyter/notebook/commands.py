@@ -138,11 +138,6 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
-    """``pin @b`` and ``unpin @b``."""
-
-    branch: str
-@dataclass(frozen=True, slots=True)
 class Save:
     """``save @b [FILE]``."""
 
@@ -172,6 +167,11 @@ class Store:
     clear: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """``pin @b`` and ``unpin @b``."""
+
+    branch: str
     on: bool = True
 
 
@@ -202,12 +202,12 @@ Command = (
     | Branches
     | Log
     | Drop
+    | Save
+    | Restore
+    | Forget
+    | Store
     | Pin
     | Verify
     | Help
     | Overview
 )
-    | Save
-    | Restore
-    | Forget
-    | Store

@@ -26,11 +26,11 @@ from mlx_jupyter.notebook.commands import (
     Models,
     Overview,
     Pin,
-    Status,
     Restore,
     Save,
-    Tree,
+    Status,
     Store,
+    Tree,
     Unload,
     Verify,
 )
@@ -120,9 +120,6 @@ def _subcommand(text: str) -> Command | None:
             return Log(branch[1:])
         case ["drop", branch] if BRANCH.fullmatch(branch):
             return Drop(branch[1:])
-        case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
-            return Pin(branch[1:], on=word == "pin")
-        case ["verify"]:
         case ["save", branch, *rest] if BRANCH.fullmatch(branch) and _file(rest):
             return Save(branch[1:], *rest)
         case ["restore", branch, *rest] if BRANCH.fullmatch(branch) and _file(rest):
@@ -133,6 +130,9 @@ def _subcommand(text: str) -> Command | None:
             return Store()
         case ["store", "clear"]:
             return Store(clear=True)
+        case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
+            return Pin(branch[1:], on=word == "pin")
+        case ["verify"]:
             return Verify()
         case ["help"]:
             return Help()
@@ -141,14 +141,14 @@ def _subcommand(text: str) -> Command | None:
     return None
 
 
-def _words(text: str) -> list[str]:
-    """Shell words up to a comment."""
-    words = []
 def _file(rest: list[str]) -> bool:
     """Whether nothing follows, or what may be a file's name."""
     return not rest or (len(rest) == 1 and bool(rest[0]) and rest[0][0] not in "-@")
 
 
+def _words(text: str) -> list[str]:
+    """Shell words up to a comment."""
+    words = []
     at = _skip_blanks(text, 0)
     while at < len(text) and text[at] != "#":
         word, at = _word(text, at)

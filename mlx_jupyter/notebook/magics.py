@@ -171,10 +171,6 @@ class LLMMagics(config.Settings, Magics):
                 return Outcome(self._chat.log(branch, self._engine()))
             case commands.Drop(branch):
                 return Outcome(self._chat.drop(branch, self._engine()))
-            case commands.Pin(branch, on):
-                return Outcome(self._chat.pin(branch, self._engine(), on=on))
-            case commands.Verify():
-                found = self._engine().verify()
             case commands.Save(branch, path):
                 return self._save(branch, path)
             case commands.Restore(branch, path):
@@ -183,6 +179,10 @@ class LLMMagics(config.Settings, Magics):
                 return self._forget(branch)
             case commands.Store(clear):
                 return self._store(clear=clear)
+            case commands.Pin(branch, on):
+                return Outcome(self._chat.pin(branch, self._engine(), on=on))
+            case commands.Verify():
+                found = self._engine().verify()
                 return Outcome(reports.Page(f"{found}.", found))
             case commands.Help(topic):
                 return Outcome(reports.Page(options.help_text(topic)))
@@ -268,10 +268,6 @@ class LLMMagics(config.Settings, Magics):
             self._speeds[answer.model] = count, rate
         return rate
 
-    def _load(self, name: str) -> Outcome:
-        engine = self._engine()
-        screen = screen_for(self.shell, "text")
-        with Interrupts() as interrupts:
     def _save(self, branch: str, path: str | None) -> Outcome:
         ticket = keeping.save(self._engine(), branch, path)
         return self._kept(
@@ -325,6 +321,10 @@ class LLMMagics(config.Settings, Magics):
             raise error
         return Outcome(outcome.value, shown=True)
 
+    def _load(self, name: str) -> Outcome:
+        engine = self._engine()
+        screen = screen_for(self.shell, "text")
+        with Interrupts() as interrupts:
             ticket = engine.submit_load(name)
             _show(ticket, interrupts, screen)
             outcome = ticket.outcome

@@ -29,11 +29,11 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "branches": ("", "the conversations and their lengths"),
     "log": ("@BRANCH", "the turns of a conversation"),
     "drop": ("@BRANCH", "forget a conversation"),
-    "pin": ("@BRANCH", "never give up what a conversation has cached"),
     "save": ("@BRANCH [FILE]", "keep a conversation, with its cached tokens, for another day"),
     "restore": ("@BRANCH [FILE]", "bring a kept conversation back"),
     "forget": ("@BRANCH", "remove a conversation for good, in memory and on disk"),
     "store": ("[clear]", "what is kept on disk; clear removes it"),
+    "pin": ("@BRANCH", "never give up what a conversation has cached"),
     "unpin": ("@BRANCH", "let it be given up again when room is needed"),
     "verify": ("", "compute something cached again, cold, and compare"),
     "help": ("[TOPIC]", "this help, or more about one topic"),
@@ -57,7 +57,6 @@ TOPICS: dict[str, str] = {
         "%llm branches lists them, %llm log @name shows one, %llm drop @name forgets one.\n"
         "Without @name each prompt stands alone, but shared beginnings are still reused."
     ),
-    "results": (
     "keeping": (
         "%llm save @name keeps a conversation in a private place; %llm restore @name brings it\n"
         "back in any kernel. With a FILE it goes where you say (.llm.safetensors is added), and\n"
@@ -68,6 +67,7 @@ TOPICS: dict[str, str] = {
         "memory and from disk, earlier versions of its cells included.\n"
         "%llm store shows what outlives the kernel, %llm store clear removes it."
     ),
+    "results": (
         "-o NAME (or NAME <<) puts the Answer into a variable; without it, it is in _.\n"
         "An Answer has .text, .tokens, .finish, .usage, .timing, .messages and .why.\n"
         "An interrupted cell keeps its partial text, and .finish is 'cancelled'."
