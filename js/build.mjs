@@ -10,7 +10,7 @@ import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const target = join(here, "..", "mlx_jupyter", "widgets", "static");
-const widgets = ["trie"];
+const widgets = ["trie", "pages"];
 
 /** sha256 over the sources, the lock file and this script: name, NUL, text with LF, NUL each. */
 function sourceHash() {

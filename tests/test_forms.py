@@ -16,9 +16,9 @@ from rich.cells import cell_len
 
 from mlx_jupyter.cache.view import MarkView, NodeView, PageView, TreeView
 from mlx_jupyter.units import human_bytes
+from mlx_jupyter.widgets.drawing import COLOURS
 from mlx_jupyter.widgets.forms import clip_cells, tree_html, tree_svg, tree_text
 from mlx_jupyter.widgets.icicle import Scale, layout, ruler
-from mlx_jupyter.widgets.picture import COLOURS
 from mlx_jupyter.widgets.tree_data import label, latest_branches, tree_json, visible
 
 JS = pathlib.Path(__file__).parent.parent / "js"

@@ -13,6 +13,7 @@ from IPython.core.formatters import DisplayFormatter
 
 from mlx_jupyter.cache.view import TreeView
 from mlx_jupyter.widgets import TrieView, trie
+from mlx_jupyter.widgets import report as report_room
 from mlx_jupyter.widgets.forms import tree_text
 from mlx_jupyter.widgets.trie import TreeReport, tree_report
 from test_forms import JS, demo_tree
@@ -31,7 +32,7 @@ def source_hash():
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("name", ["trie.js", "trie.css"])
+@pytest.mark.parametrize("name", ["trie.js", "trie.css", "pages.js", "pages.css"])
 def test_the_bundle_was_built_from_the_sources(name):
     banner = (STATIC / name).read_text(encoding="utf-8").split("\n", 1)[0]
     assert re.findall(r"\b[0-9a-f]{64}\b", banner) == [source_hash()], (
@@ -39,8 +40,9 @@ def test_the_bundle_was_built_from_the_sources(name):
     )
 
 
-def test_the_bundle_is_small_and_fetches_nothing():
-    js = (STATIC / "trie.js").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["trie.js", "pages.js"])
+def test_the_bundle_is_small_and_fetches_nothing(name):
+    js = (STATIC / name).read_text(encoding="utf-8")
     assert len(js.encode()) < 40_000
     hosts = set(re.findall(r"https?://([\w.]+)", js))
     assert hosts <= {"www.w3.org"}  # names of XML namespaces
@@ -99,8 +101,10 @@ def test_report_is_text_in_a_terminal(monkeypatch, capsys):
 
 def displayed(monkeypatch, report):
     shown = []
-    monkeypatch.setattr(trie, "display", lambda data, **_: shown.append(data))
-    monkeypatch.setattr(trie, "get_ipython", lambda: type("Shell", (), {"kernel": object()})())
+    monkeypatch.setattr(report_room, "display", lambda data, **_: shown.append(data))
+    monkeypatch.setattr(
+        report_room, "get_ipython", lambda: type("Shell", (), {"kernel": object()})()
+    )
     report._ipython_display_()
     return shown
 

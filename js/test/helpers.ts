@@ -8,7 +8,8 @@ export const expected = fixture.layout;
 
 /** A stand-in for anywidget's model: one value a trait, listeners that can be counted. */
 export class MockModel implements WidgetModel {
-  readonly listeners = new Map<string, Set<() => void>>();
+  readonly listeners = new Map<string, Set<(content: unknown) => void>>();
+  readonly sent: unknown[] = [];
 
   constructor(private readonly values: Record<string, unknown>) {}
 
@@ -18,15 +19,24 @@ export class MockModel implements WidgetModel {
 
   set(name: string, value: unknown): void {
     this.values[name] = value;
-    for (const listener of this.listeners.get(`change:${name}`) ?? []) listener();
+    for (const listener of this.listeners.get(`change:${name}`) ?? []) listener(undefined);
   }
 
-  on(event: string, callback: () => void): void {
+  /** A message from the kernel. */
+  say(content: unknown): void {
+    for (const listener of this.listeners.get("msg:custom") ?? []) listener(content);
+  }
+
+  send(content: unknown): void {
+    this.sent.push(content);
+  }
+
+  on(event: string, callback: (content: unknown) => void): void {
     const known = this.listeners.get(event) ?? new Set();
     this.listeners.set(event, known.add(callback));
   }
 
-  off(event: string, callback: () => void): void {
+  off(event: string, callback: (content: unknown) => void): void {
     this.listeners.get(event)?.delete(callback);
   }
 }

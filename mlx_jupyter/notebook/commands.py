@@ -119,6 +119,11 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Pages:
+    """``pages``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Branches:
     """``branches``."""
 
@@ -199,6 +204,7 @@ Command = (
     | Models
     | Status
     | Tree
+    | Pages
     | Branches
     | Log
     | Drop

@@ -25,6 +25,7 @@ from mlx_jupyter.notebook.commands import (
     Log,
     Models,
     Overview,
+    Pages,
     Pin,
     Restore,
     Save,
@@ -114,6 +115,8 @@ def _subcommand(text: str) -> Command | None:
             return Status()
         case ["tree"]:
             return Tree()
+        case ["pages"]:
+            return Pages()
         case ["branches"]:
             return Branches()
         case ["log", branch] if BRANCH.fullmatch(branch):

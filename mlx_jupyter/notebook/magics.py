@@ -165,6 +165,10 @@ class LLMMagics(config.Settings, Magics):
                 from mlx_jupyter.widgets.trie import tree_report
 
                 return Outcome(tree_report(self._engine().tree()))
+            case commands.Pages():
+                from mlx_jupyter.widgets.pages import pages_report
+
+                return Outcome(pages_report(self._engine()))
             case commands.Branches():
                 return Outcome(self._chat.branches(self._engine()))
             case commands.Log(branch):

@@ -26,6 +26,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "models": ("", "the loaded models and the names that load knows"),
     "status": ("", "model, context length and memory in use"),
     "tree": ("", "the prefixes that are cached, as a picture"),
+    "pages": ("", "every page of the cache and the memory in use; change the budget there"),
     "branches": ("", "the conversations and their lengths"),
     "log": ("@BRANCH", "the turns of a conversation"),
     "drop": ("@BRANCH", "forget a conversation"),

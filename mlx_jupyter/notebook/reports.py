@@ -217,6 +217,7 @@ def overview(now: Status, branches: Sequence[str]) -> Page:
         "Try   %llm what is love?            a prompt on one line",
         "      %%llm @chat                   a conversation; the prompt is on the lines below",
         "      %llm status · %llm tree       what is in memory · what is cached",
+        "      %llm pages                    where each page of it is",
         "      %llm help                     everything else",
     ]
     return Page("\n".join(lines), now)

@@ -8,13 +8,12 @@ active one, then the latest used) and say how many they leave out. All text pass
 
 from __future__ import annotations
 
-import base64
-import html
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
 from mlx_jupyter.units import human_bytes
+from mlx_jupyter.widgets.drawing import image
 from mlx_jupyter.widgets.picture import Picture
 from mlx_jupyter.widgets.tree_data import (
     EMPTY,
@@ -135,9 +134,4 @@ def tree_svg(view: TreeView, *, width: int = 960, dark: bool = False) -> str:
 def tree_html(view: TreeView, *, width: int = 960, dark: bool = False) -> str:
     """The picture as an ``<img>`` with a data URI."""
     svg = tree_svg(view, width=width, dark=dark)
-    uri = base64.b64encode(svg.encode()).decode()
-    alt = html.escape(tree_json(view)["alt"], quote=True)
-    return (
-        f'<img src="data:image/svg+xml;base64,{uri}" alt="{alt}" width="{width}" '
-        f'style="max-width: 100%; height: auto">'
-    )
+    return image(svg, tree_json(view)["alt"], width)

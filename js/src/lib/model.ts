@@ -3,6 +3,15 @@
 export const RESIDENCES = ["live", "device", "host", "disk", "gone"] as const;
 export type Residence = (typeof RESIDENCES)[number];
 
+/** What a residence means, in a few words. */
+export const MEANING: Record<string, string> = {
+  live: "in the model's cache",
+  device: "stored on the device",
+  host: "stored in host memory",
+  disk: "stored on disk",
+  gone: "to be recomputed",
+};
+
 export const MARK_KINDS = {
   system: "S",
   turn: "U",

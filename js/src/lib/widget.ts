@@ -3,8 +3,9 @@ import { type ComponentType, h, render } from "preact";
 /** The part of anywidget's model that views rely on. */
 export interface WidgetModel {
   get(name: string): unknown;
-  on(event: string, callback: () => void): void;
-  off(event: string, callback: () => void): void;
+  on(event: string, callback: (content: unknown) => void): void;
+  off(event: string, callback: (content: unknown) => void): void;
+  send(content: unknown): void;
 }
 
 export interface RenderProps {

@@ -9,6 +9,7 @@ import {
   EMPTY,
   heldTokens,
   MARK_KINDS,
+  MEANING,
   type NodeData,
   nodeBytes,
   RESIDENCES,
@@ -387,14 +388,6 @@ function Detail({ tree, box }: { tree: Snapshot; box: Box | null }) {
     </div>
   `;
 }
-
-const MEANING: Record<string, string> = {
-  live: "in the model's cache",
-  device: "stored on the device",
-  host: "stored in host memory",
-  disk: "stored on disk",
-  gone: "to be recomputed",
-};
 
 function Legend({ tree }: { tree: Snapshot }) {
   const present = new Set(tree.nodes.flatMap((node) => node.runs.map((run) => run[2])));
