@@ -38,6 +38,7 @@ if __name__ == "__main__":
 from driver import Bench, FakeBench, new_cache, prompt
 from fakes import LETTERS
 from mlx_jupyter.cache import store_format, store_writer, tiers
+from mlx_jupyter.cache.forgetting import forget
 from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.errors import Interrupted
@@ -80,6 +81,7 @@ LOSSES = {
     "clear store": 2,
     "lost": 2,
     "forget": 3,
+    "forget files": 3,
     "exact": 3,
     "delete": 6,
     "truncate": 6,
@@ -173,6 +175,7 @@ class Setting:
     Attributes:
         kinds: of the fake model's layers, or one family's name.
         share: memory's budget in terms of a live cache of the longest conversation; 0: roomy.
+        host: likewise, of the host's memory; 0: there is none beside the device's.
         store_budget: of the store.
         always: reading in is always chosen.
         kernels: how many in this process.
@@ -184,6 +187,7 @@ class Setting:
 
     kinds: tuple[str, ...] = ("rows",)
     share: float = 0
+    host: float = 0
     store_budget: int = ROOMY
     always: bool = True
     kernels: int = 2
@@ -198,6 +202,7 @@ class Setting:
         made = {
             "kinds": tuple(kinds),
             "share": dice.choice([0, 0.3, 0.7, 1.3, 2.5]),
+            "host": dice.choice([0, 0, 0.3, 1.3, 5]),
             "store_budget": dice.choice([ROOMY, ROOMY, 400_000, 60_000, 12_000]),
             "always": dice.random() < 0.8,
             "kernels": dice.choice([1, 2, 3]),
@@ -234,7 +239,9 @@ class World:
         self._family = self.setting.kinds[0] not in ("rows", "window", "state")
         self.longest = 200 if self._family else LONGEST
         self._right: dict[tuple[int, ...], list[int]] = {}
-        self.budget = self._budget()
+        whole = self._whole()
+        self.budget = int(self.setting.share * whole) or ROOMY
+        self.host_budget = int(self.setting.host * whole)
         self.kernels = [self._kernel() for _ in range(self.setting.kernels)]
         self.at = 0
 
@@ -246,12 +253,11 @@ class World:
         made._right = self._right
         return made
 
-    def _budget(self) -> int:
-        if not self.setting.share:
-            return ROOMY
+    def _whole(self) -> int:
+        """Bytes of a live cache of the longest conversation."""
         bench = self._bench()
         bench.ask(prompt(self.longest), 2, verify=False)
-        return int(self.setting.share * bench.cache.live.nbytes())
+        return bench.cache.live.nbytes()
 
     def _kernel(self, store: Store | None = None) -> Any:
         bench = self._bench(self.budget)
@@ -264,7 +270,7 @@ class World:
             self._watch(store)
         bench.store = store
         bench.shelf = store.shelf("a model", "a model")
-        bench.cache = new_cache(bench.model, self.budget, bench.shelf)
+        bench.cache = new_cache(bench.model, self.budget, bench.shelf, self.host_budget)
         if self.setting.always:
             bench.cache.rates = Always()
         bench.recent: list[list[int]] = []
@@ -477,6 +483,10 @@ class World:
         self.here.cache.tiers.lost()
 
     def _forget(self, dice: random.Random) -> str:
+        kernel, owner = self.here, f"cell {dice.randrange(4)}"
+        return f"{owner}: {forget(kernel.cache, kernel.shelf, owner, [], [])}"
+
+    def _forget_files(self, dice: random.Random) -> str:
         entries = list(self.here.shelf._listing.entries())
         unwanted = [entry.key for entry in entries if dice.random() < 0.5]
         return str(self.here.shelf.forget(unwanted))
@@ -564,6 +574,7 @@ class World:
         """After every step."""
         for kernel in self.kernels:
             kernel.audit()
+            assert kernel.cache.tally.host <= self.host_budget
             if self.setting.calm:
                 self._check_twins(kernel)
         names = [t.name for t in threading.enumerate() if t.ident is not None]
@@ -695,7 +706,7 @@ def wander(place: str, seed: int, steps: int, setting: dict[str, Any]) -> None:
     dice = random.Random(seed)
     made = Setting.by(dice, setting.pop("kinds"), kernels=1, **setting)
     world = World(Path(place), made)
-    acts = weighted(QUIET, {"delete": 2, "truncate": 2, "flip": 2, "forget": 1, "heal": 1})
+    acts = weighted(QUIET, {"delete": 2, "truncate": 2, "flip": 2, "forget": 1, "forget files": 1})
     run_program(world, [(dice.choice(acts), dice.randrange(1 << 30)) for _ in range(steps)])
 
 

@@ -129,11 +129,12 @@ def let_live_go(cache: PrefixCache) -> None:
     """Between requests: forget the live cache; what is pinned of it is stored first."""
     pin = _pinned_live(cache)
     path = cache.live_path()
-    pages = [(p, n) for n in path for p in n.pages if p.residence == "live"]
+    held = path if cache.live.leaves.rows else []  # without full layers pages hold nothing
+    pages = [(p, n) for n in held for p in n.pages if p.residence == "live"]
     kept = [page for page, _ in pages if page.start < pin]
     tips = [(m, n) for n in path for m in n.marks.values() if m is cache.tip]
     cache.tiers.keep([*(each for each in pages if each[0].start >= pin), *tips])
-    if kept and cache.live.leaves.rows:
+    if kept:
         capture(kept, cache.live.full_layers(), gpu=cache.live.gpu)
     if cache.tip is not None and cache.tip.at <= pin:
         cache.take(cache.tip)
