@@ -126,6 +126,7 @@ def items(
     things: dict[int, tuple[_Thing, _Node]] = {}
     above: dict[int, _Above] = {cache.trie.root.id: _Above()}
     strips: dict[int, int] = {}  # id() of a strip -> its key
+    used: set[int] = set()  # strips that some mark needs
     windows, stateful = cache.needs.windows, cache.needs.stateful
     marked = stateful or bool(windows)  # only marks are restored
 
@@ -217,8 +218,10 @@ def items(
                     ),
                 )
                 here.state = key if whole else here.state
+            elif whole:
+                used |= set(needed)  # its states lie elsewhere
             here.mark = at if whole else here.mark
-    used = {key for item in described if not item.useless for key in item.needs}
+    used |= {key for item in described if not item.useless for key in item.needs}
     for key in set(strips.values()) - used:
         if described[key].last_used < cache.requests:
             described[key] = replace(described[key], useless=True)

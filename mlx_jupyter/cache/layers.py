@@ -117,6 +117,12 @@ class RowsLayer:
             self._set(tuple(_joined(pieces, max(end, total)) for pieces in both))
         self.cache.offset = end
 
+    def allocate(self, buffers: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
+        """Have empty buffers of these shapes and types; it must have none yet."""
+        assert not self.arrays
+        self._set(tuple(mx.zeros(shape, dtype) for shape, dtype in buffers))
+        mx.eval(self.arrays)
+
 
 class ConcatenatedRows(RowsLayer):
     """``ConcatenateKVCache``: rows of all tokens, copied at every append."""

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_jupyter.cache import direct
 from mlx_jupyter.cache import layers as ly
-from mlx_jupyter.cache.pages import Page, Stacks, Strip, group, joined_stacks, stack, unstack
+from mlx_jupyter.cache.packing import HostRows
+from mlx_jupyter.cache.pages import Stacks, Strip, group, joined_stacks, stack, unstack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mlx_jupyter.cache.needs import Span
+    from mlx_jupyter.cache.pages import RowSource
 
 
 GROUP_BYTES = 1 << 30
@@ -142,26 +145,28 @@ class Live:
             layer.rewind(keep)
         del self.ids[keep:], self.passes[keep:]
 
-    def read_in(self, pages: Sequence[Page], ids: np.ndarray, total: int) -> None:
+    def read_in(self, parts: Sequence[RowSource], ids: np.ndarray, total: int) -> None:
         """Append stored rows to the full layers.
 
         Args:
-            pages: consecutive; they cover the positions of ``ids``, maybe more at either end.
+            parts: consecutive; they cover the positions of ``ids``, maybe more at either end.
             ids: the tokens to append.
             total: rows to have room for.
         """
-        if self.leaves.rows:
-            self._append(pages, self.offset, self.offset + len(ids), total)
+        end = self.offset + len(ids)
+        if self.leaves.rows and not self._write(parts, end, total):
+            self._append(parts, end, total)
         self.ids.frombytes(ids.astype(np.int32).tobytes())
 
-    def _append(self, pages: Sequence[Page], start: int, end: int, total: int) -> None:
+    def _append(self, parts: Sequence[RowSource], end: int, total: int) -> None:
+        start = self.offset
         if self.gpu:
             # Launches dominate: few large copies first, then one a layer.
-            parts = [list(unstack(joined_stacks(pages, start, end)))]
+            rows = [list(unstack(joined_stacks(parts, start, end)))]
         else:
-            parts = [list(page.layer_rows(start, end)) for page in pages]
+            rows = [list(unstack(part.within(start, end))) for part in parts]
         waiting: list[mx.array] = []
-        for layer, pieces in zip(self.full_layers(), zip(*parts, strict=True), strict=True):
+        for layer, pieces in zip(self.full_layers(), zip(*rows, strict=True), strict=True):
             layer.append(pieces, total)
             waiting.extend(layer.arrays)
             # Evaluated in groups, so that the peak is one group and not the whole cache.
@@ -169,6 +174,13 @@ class Live:
                 mx.eval(waiting)
                 waiting = []
         mx.eval(waiting)
+
+    def _write(self, parts: Sequence[RowSource], end: int, total: int) -> bool:
+        """Copy rows from the host's memory straight into the buffers; False where that can't be."""
+        on_host = [part for part in parts if isinstance(part, HostRows)]
+        if self.gpu or len(on_host) < len(parts):
+            return False
+        return direct.write(self.full_layers(), on_host, self.offset, end, total)
 
     def set_windows(self, at: int, strips: Sequence[Strip], since: int | None = None) -> None:
         """Put the window layers to position ``at``, from strips that cover what each needs.

@@ -12,7 +12,7 @@ where the device has memory of its own they are copies in the host's.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -59,6 +59,8 @@ _PLAIN = (bool, int, float, str, type(None))
 _DEPTH = 8
 
 
+T = TypeVar("T")
+
 Packed = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors, and what else belongs to them."""
 
@@ -99,6 +101,58 @@ def pack_rows(stacks: Stacks) -> dict[str, Tensor]:
     }
 
 
+def row_stacks(arrays: Mapping[str, T]) -> tuple[tuple[T, ...], ...]:
+    """Packed rows' arrays by their names, as stacks again."""
+    groups: list[tuple[T, ...]] = []
+    while f"{len(groups)}.0" in arrays:
+        group: list[T] = []
+        while (name := f"{len(groups)}.{len(group)}") in arrays:
+            group.append(arrays[name])
+        groups.append(tuple(group))
+    return tuple(groups)
+
+
+class HostRows:
+    """Rows of the tokens ``[start, end)`` in the host's memory.
+
+    Args:
+        start: the first token.
+        end: one past the last.
+        tensors: as packed; maybe more rows than these.
+        first: the token of the tensors' first row.
+
+    Raises:
+        Unpackable: the tensors aren't rows of these tokens.
+    """
+
+    def __init__(self, start: int, end: int, tensors: Mapping[str, Tensor], first: int) -> None:
+        self.start = start
+        self.end = end
+        self._tensors = row_stacks(tensors)
+        self._first = first
+        for stack in self._tensors:
+            for tensor in stack:
+                if len(tensor.shape) != 4 or not first <= start < end <= first + tensor.shape[2]:
+                    raise Unpackable(f"a tensor of shape {tensor.shape} isn't rows of {end} tokens")
+
+    def arrays(self, start: int, end: int) -> list[list[tuple[str, np.ndarray]]]:
+        """For each group of like layers its arrays' part within ``[start, end)``, with their types.
+
+        Each has the shape (layers, heads, tokens, width).
+        """
+        return [[self._cut(tensor, start, end) for tensor in stack] for stack in self._tensors]
+
+    def _cut(self, tensor: Tensor, start: int, end: int) -> tuple[str, np.ndarray]:
+        a, b = max(start, self.start) - self._first, min(end, self.end) - self._first
+        return tensor.dtype, _numpy(tensor)[..., a:b, :]
+
+    def within(self, start: int, end: int) -> Stacks:
+        """The stacks of the part within ``[start, end)``, in MLX's arrays."""
+        return tuple(
+            tuple(_array(host, dtype) for dtype, host in group) for group in self.arrays(start, end)
+        )
+
+
 def unpack_rows(tensors: Mapping[str, Tensor], start: int, end: int) -> Stacks:
     """Rows in arrays of their own, evaluated.
 
@@ -110,16 +164,7 @@ def unpack_rows(tensors: Mapping[str, Tensor], start: int, end: int) -> Stacks:
     Raises:
         Unpackable: they aren't rows of so many tokens.
     """
-    groups: list[list[mx.array]] = []
-    try:
-        while f"{len(groups)}.0" in tensors:
-            arrays: list[mx.array] = []
-            while (name := f"{len(groups)}.{len(arrays)}") in tensors:
-                arrays.append(_cut(tensors[name], start, end))
-            groups.append(arrays)
-    except (TypeError, ValueError, KeyError) as error:
-        raise Unpackable(f"not the rows of {end} tokens: {error}") from error
-    stacks = tuple(tuple(arrays) for arrays in groups)
+    stacks = HostRows(start, end, tensors, 0).within(start, end)
     mx.eval(stacks)
     return stacks
 
@@ -190,13 +235,6 @@ def _array(host: np.ndarray, dtype: str) -> mx.array:
     if dtype == "BF16":
         array = array.view(mx.bfloat16)
     return compact(array) if discrete() else array  # else it would stay in managed memory
-
-
-def _cut(tensor: Tensor, start: int, end: int) -> mx.array:
-    whole = _numpy(tensor)
-    if whole.ndim < 2 or not 0 <= start < end <= whole.shape[-2]:
-        raise ValueError(f"a tensor of shape {tensor.shape}")
-    return _array(whole[..., start:end, :], tensor.dtype)
 
 
 def _plan(value: Any, arrays: list[mx.array], depth: int) -> Any:

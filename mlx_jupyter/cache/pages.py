@@ -15,7 +15,7 @@ for each group of layers its arrays with the layers on the leading axis, in plac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import mlx.core as mx
 
@@ -23,7 +23,6 @@ from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache.packing import cut
 from mlx_jupyter.cache.packing import nbytes as packed_bytes
 from mlx_jupyter.cache.trie import PAGE
-from mlx_jupyter.cache.view import AWAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +39,13 @@ CAPTURED_TOGETHER = 32
 
 Stacks = tuple[ly.Rows, ...]
 """For each group of like layers its rows, stacked."""
+
+
+class RowSource(Protocol):
+    """Rows of consecutive tokens that can be put behind those of the live cache."""
+
+    def within(self, start: int, end: int) -> Stacks:
+        """The stacks of the part within ``[start, end)``."""
 
 
 def host_bytes(packed: Packed | None) -> int:
@@ -85,6 +91,28 @@ def unstack(stacks: Stacks) -> Iterator[ly.Rows]:
         yield from zip(*(mx.split(a, int(a.shape[0]), axis=0) for a in arrays), strict=True)
 
 
+class LooseRows:
+    """Rows of the tokens ``[start, end)`` in arrays that nothing counts, maybe lazily."""
+
+    __slots__ = ("end", "stacks", "start")
+
+    def __init__(self, start: int, end: int, stacks: Stacks) -> None:
+        self.start = start
+        self.end = end
+        self.stacks = stacks
+
+    def within(self, start: int, end: int) -> Stacks:
+        """The stacks of the part within ``[start, end)``, as views."""
+        a, b = max(start, self.start) - self.start, min(end, self.end) - self.start
+        if (a, b) == (0, self.end - self.start):
+            return self.stacks
+        return tuple(ly.cut(arrays, a, b) for arrays in self.stacks)
+
+    def part(self, start: int, end: int) -> LooseRows:
+        """The rows of the tokens ``[start, end)``."""
+        return LooseRows(start, end, self.within(start, end))
+
+
 class Tally:
     """Bytes that the stored things of one cache hold, kept up as they change.
 
@@ -100,16 +128,14 @@ class Tally:
         self.host = 0
 
 
-class _Stored:
+class _Stored(LooseRows):
     """Rows of the tokens ``[start, end)`` in arrays of their own, counted in ``tally``."""
 
-    __slots__ = ("end", "entry", "host", "last_used", "nbytes", "stacks", "start", "tally")
+    __slots__ = ("entry", "host", "last_used", "nbytes", "tally")
 
     def __init__(self, start: int, end: int, tally: Tally) -> None:
-        self.start = start
-        self.end = end
+        super().__init__(start, end, ())
         self.tally = tally
-        self.stacks: Stacks = ()
         self.nbytes = 0
         self.last_used = 0
         self.entry: Entry | None = None
@@ -148,13 +174,6 @@ class _Stored:
         self.stacks = ()
         self.tally.nbytes -= self.nbytes
         self.nbytes = 0
-
-    def within(self, start: int, end: int) -> Stacks:
-        """The stacks of the part within ``[start, end)``, as views."""
-        a, b = max(start, self.start) - self.start, min(end, self.end) - self.start
-        if (a, b) == (0, self.tokens):
-            return self.stacks
-        return tuple(ly.cut(arrays, a, b) for arrays in self.stacks)
 
     def layer_rows(self, start: int, end: int) -> Iterator[ly.Rows]:
         """Each layer's rows of the part within ``[start, end)``, lazily."""
@@ -249,13 +268,6 @@ class Page(_Stored):
         self.to_host(None)
         self.residence = "gone"
 
-    def arrive(self, stacks: Stacks) -> None:
-        """Host or disk → device: own rows that were read."""
-        assert self.residence in AWAY, self
-        self.hold(stacks)
-        self.to_host(None)
-        self.residence = "device"
-
     def fill(self, stacks: Stacks, lent: str | None) -> None:
         """New or gone → device: own rows that came from outside, maybe lent to an owner."""
         assert self.residence in ("live", "gone"), self
@@ -320,12 +332,12 @@ def _entry_of_both(first: Page, second: Page) -> Entry | None:
     return own if own is not None and own.end == first.end else None
 
 
-def joined_stacks(pages: Sequence[Page], start: int, end: int) -> Stacks:
-    """The rows ``[start, end)`` of consecutive pages in one stack a group, lazily."""
-    parts = [page.within(start, end) for page in pages]
+def joined_stacks(parts: Sequence[RowSource], start: int, end: int) -> Stacks:
+    """The rows ``[start, end)`` of consecutive parts in one stack a group, lazily."""
+    stacks = [part.within(start, end) for part in parts]
     return tuple(
         tuple(mx.concatenate(list(arrays), axis=-2) for arrays in zip(*group, strict=True))
-        for group in zip(*parts, strict=True)
+        for group in zip(*stacks, strict=True)
     )
 
 

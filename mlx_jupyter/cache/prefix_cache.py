@@ -30,6 +30,7 @@ from mlx_jupyter.cache.match import Match, decide, match
 from mlx_jupyter.cache.needs import joined, lattice, without
 from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, capture, host_bytes
 from mlx_jupyter.cache.plan import Plan, Rates
+from mlx_jupyter.cache.reading import Reader
 from mlx_jupyter.cache.session import Session
 from mlx_jupyter.cache.tiers import Tiers
 from mlx_jupyter.cache.trie import Node, Trie
@@ -85,6 +86,7 @@ class PrefixCache:
         self.asked = np.zeros(0, np.int32)
         self.tip: Mark | None = None
         self.tiers = Tiers(self, shelf, host_budget)
+        self.reader = Reader(self, shelf)
         self._exact = False
 
     def _empty_trie(self, first: int = 0) -> Trie[Page, Strip, Mark]:
@@ -294,7 +296,7 @@ class PrefixCache:
         """Start with an empty live cache; nothing in the trie may be ``live`` any more."""
         if self.tip is not None:
             node, _ = self.trie.match(self.live.id_array()[: self.tip.at])
-            if self.tip.entry is None:
+            if not self.tip.elsewhere:
                 node.marks.pop(self.tip.at, None)
             self.tip = None
         self.live.reset()

@@ -147,7 +147,7 @@ class Session:
         if self._owner is not None:
             # Its former tip is no longer asked for: it must not compete for bytes.
             cache.release(self._owner)
-        if not cache.tiers.fetch([*strips, *marks]):
+        if not cache.reader.fetch([*strips, *marks]):
             return False
         cache.needed = {
             id(thing) for thing in (*pages, *(s for s, _ in strips), *(m for m, _ in marks))
@@ -166,7 +166,7 @@ class Session:
                 return False
             live.set_windows(start, [strip for strip, _ in strips], self._since(start))
             live.set_states(marks[0][0].states if marks else ())
-            cache.tiers.used(thing.entry for thing in (*pages, *(s for s, _ in strips)))
+            cache.reader.used(thing.entry for thing in (*pages, *(s for s, _ in strips)))
         live.computed_from = start
         live.fit(self._total)
         cache.reserve(self._total)
@@ -204,17 +204,19 @@ class Session:
         cache, live = self._cache, self._cache.live
         keep, from_disk = live.offset, self.plan.read
         began = cache.now()
-        with cache.tiers.reading(pages) as arrive:
+        with cache.reader.pages(pages) as read:
             for run in _runs(pages, BATCH if live.gpu else 1):
+                parts = []
                 for page in run:
-                    if page.residence in AWAY:
-                        if self._told_to_stop():
-                            self._stop_short()
-                            raise Interrupted
-                        if not arrive(page):
-                            return False
+                    if page.residence in AWAY and self._told_to_stop():
+                        self._stop_short()
+                        raise Interrupted
+                    rows = read(page)
+                    if rows is None:
+                        return False
+                    parts.append(rows)
                 end = min(run[-1].end, self.start)
-                live.read_in(run, self._ids[live.offset : end], self._total)
+                live.read_in(parts, self._ids[live.offset : end], self._total)
                 for page in run:
                     if page.end <= end:
                         page.now_live()

@@ -1,10 +1,12 @@
-"""Reads stored things in order, ahead of who uses them, on a thread of its own.
+"""Reads stored things in order, ahead of who uses them, on threads of its own.
 
 Both sides wait in queues implemented in C, so that an interrupt at any moment leaves nothing held.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import threading
 import weakref
@@ -24,33 +26,48 @@ AHEAD = 64 << 20
 """Bytes that are read ahead unless it is said otherwise: a few pages."""
 
 
-class _Pump:
-    """What the thread works on; the thread keeps it alive, and nothing else of the reading."""
+THREADS = 4
+"""Files that are read at once: copying and checking one keeps a processor busy."""
 
-    def __init__(self, read: Read, entries: Sequence[Entry], ahead: int) -> None:
+
+class _Pump:
+    """What the threads work on; they keep it alive, and nothing else of the reading.
+
+    A thread takes a permit, then the next file: so the one that the user waits for is always being
+    read or was, however many later ones are done before it.
+    """
+
+    def __init__(self, read: Read, entries: Sequence[Entry], permits: int) -> None:
         self._read = read
         self._entries = entries
-        self._ahead = ahead
-        self._taken: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.read: queue.SimpleQueue[tuple[Entry, Content | None] | None] = queue.SimpleQueue()
+        self._next = itertools.count()
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(permits):
+            self._permits.put(None)
+        self.read: queue.SimpleQueue[tuple[int, Content | None]] = queue.SimpleQueue()
         self.cancelled = False
 
     def run(self) -> None:
-        try:
-            held = 0
-            for entry in self._entries:
-                while held and held + entry.nbytes > self._ahead and not self.cancelled:
-                    held -= self._taken.get()
-                if self.cancelled:
-                    break
-                self.read.put((entry, self._read(entry, lambda: self.cancelled)))
-                held += entry.nbytes
-        finally:
-            self.read.put(None)
+        while True:
+            self._permits.get()
+            number = next(self._next)
+            if self.cancelled or number >= len(self._entries):
+                self._permits.put(None)  # for the other threads
+                return
+            content: Content | None = None
+            try:
+                content = self._read(self._entries[number], lambda: self.cancelled)
+            finally:
+                self.read.put((number, content))
 
-    def taken(self, entry: Entry) -> None:
-        """The user has this one now."""
-        self._taken.put(entry.nbytes)
+    def taken(self) -> None:
+        """The user has one more now."""
+        self._permits.put(None)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._permits.put(None)
+        self.read.put((-1, None))
 
     def let_go(self) -> None:
         """Free what nobody took."""
@@ -58,17 +75,12 @@ class _Pump:
             while True:
                 self.read.get_nowait()
 
-    def cancel(self) -> None:
-        self.cancelled = True
-        self._taken.put(0)
-        self.read.put(None)
-
 
 class Reading:
     """``for entry, content in reading`` within ``with reading``: once, in the order asked for.
 
     ``content`` is None for what isn't there (any more) or is damaged. Leaving the block ends the
-    thread, also when an exception or an interrupt does.
+    threads, also when an exception or an interrupt does.
 
     Args:
         read: reads one; told by its second argument, it may end early with None.
@@ -77,10 +89,18 @@ class Reading:
     """
 
     def __init__(self, read: Read, entries: Sequence[Entry], ahead_bytes: int = AHEAD) -> None:
-        self._pump = _Pump(read, entries, ahead_bytes)
-        self._over = False
-        self._thread = threading.Thread(target=self._pump.run, name="mlx-read-ahead", daemon=True)
-        # For an interrupt between the thread's start and the block.
+        largest = max((entry.nbytes for entry in entries), default=1)
+        permits = max(1, min(ahead_bytes // max(largest, 1), len(entries)))
+        threads = min(THREADS, os.cpu_count() or 1, permits)
+        self._entries = entries
+        self._pump = _Pump(read, entries, permits)
+        self._done: dict[int, Content | None] = {}
+        self._at = 0
+        self._threads = [
+            threading.Thread(target=self._pump.run, name="mlx-read-ahead", daemon=True)
+            for _ in range(threads)
+        ]
+        # For an interrupt between the threads' start and the block.
         self._finalizer = weakref.finalize(self, self._pump.cancel)
 
     @property
@@ -93,19 +113,25 @@ class Reading:
         self._pump.cancel()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __iter__(self) -> Self:
-        assert self._thread.ident is not None, "a reading is used in its with block"
+        assert self._threads[0].ident is not None, "a reading is used in its with block"
         return self
 
     def __next__(self) -> tuple[Entry, Content | None]:
-        found = None if self._over or self._pump.cancelled else self._pump.read.get()
-        if found is None or self._pump.cancelled:
-            self._over = True
+        while self._at not in self._done:
+            if self._at >= len(self._entries) or self._pump.cancelled:
+                raise StopIteration
+            number, content = self._pump.read.get()
+            self._done[number] = content
+        if self._pump.cancelled:
             raise StopIteration
-        self._pump.taken(found[0])
+        found = self._entries[self._at], self._done.pop(self._at)
+        self._at += 1
+        self._pump.taken()
         return found
 
     def __exit__(
@@ -116,10 +142,16 @@ class Reading:
     ) -> None:
         self._pump.cancel()
         try:
-            self._thread.join()
+            self._join()
         except KeyboardInterrupt:
-            self._thread.join()  # a second one lets go of a disk that doesn't answer
+            self._join()  # a second one lets go of a disk that doesn't answer
             raise
         finally:
-            self._over = True
+            self._at = len(self._entries)
+            self._done.clear()
             self._pump.let_go()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()

@@ -12,7 +12,6 @@ Used on the engine thread.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,19 +25,15 @@ from mlx_jupyter.cache.packing import (
     cut,
     pack_rows,
     pack_states,
-    unpack_rows,
-    unpack_states,
 )
 from mlx_jupyter.cache.packing import nbytes as packed_bytes
 from mlx_jupyter.cache.pages import Mark, Page, Strip, Thing, host_bytes, stack, things
-from mlx_jupyter.cache.view import AWAY
+from mlx_jupyter.cache.reading import ORDER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from mlx_jupyter.cache.pages import Stacks
     from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
-    from mlx_jupyter.cache.store_format import Content
     from mlx_jupyter.cache.store_listing import Entry
     from mlx_jupyter.cache.store_shelf import Shelf
 
@@ -46,8 +41,6 @@ log = logging.getLogger(__name__)
 
 WORTH = 64
 """Tokens below which a sequence is computed sooner than it is worth a file."""
-
-_ORDER = "order"
 
 PAUSE = 0.05
 """Seconds that an idle step waits for the disk; a request may wait as long."""
@@ -189,7 +182,7 @@ class Tiers:
         stacks = thing.stacks
         if isinstance(thing, Page) and thing.residence == "live":
             stacks = stack(live.full_layers(), thing.start, thing.end)
-        return pack_rows(stacks), {_ORDER: live.order}
+        return pack_rows(stacks), {ORDER: live.order}
 
     def packed(self, thing: Thing) -> Packed | None:
         """What a thing is written as, wherever it lies; it stays there. None: its file is gone.
@@ -206,7 +199,7 @@ class Tiers:
         whole = content.tensors, content.meta
         if isinstance(thing, Mark):
             return whole
-        if not self._cache.live.take_order(content.meta.get(_ORDER, "")):
+        if not self._cache.live.take_order(content.meta.get(ORDER, "")):
             return None
         first = thing.start - entry.start
         return cut(whole, first, first + thing.tokens)
@@ -298,95 +291,6 @@ class Tiers:
         if waiting and shelf.flush(PATIENCE):
             for thing, place in waiting:
                 self._settle(shelf, thing, place)
-
-    # --- reading -----------------------------------------------------------------------------
-
-    @contextmanager
-    def reading(self, pages: Sequence[Page]) -> Iterator[Callable[[Page], bool]]:
-        """Read what lies on disk of these pages, in order, ahead of its use.
-
-        Yields a function that brings the next of them into memory; False when its file isn't there
-        any more.
-        """
-        entries = [p.entry for p in pages if p.residence == "disk" and p.entry is not None]
-        if not entries or self._shelf is None:
-            yield lambda page: self._arrive(page, iter(()))
-            return
-        with self._shelf.reader(entries) as contents:
-            yield lambda page: self._arrive(page, contents)
-
-    def _arrive(self, page: Page, contents: Iterator[tuple[Entry, Content | None]]) -> bool:
-        if page.host is None:
-            stacks = self._rows(page, next(contents, (None, None))[1])
-        else:
-            stacks = unpack_rows(page.host[0], 0, page.tokens)
-        if stacks is None:
-            page.lose()
-            return False
-        page.arrive(stacks)
-        return True
-
-    def _rows(self, thing: Page | Strip, content: Content | None) -> Stacks | None:
-        """A thing's part of the rows in its file."""
-        entry = thing.entry
-        if content is None or entry is None:
-            return None
-        if not self._cache.live.take_order(content.meta.get(_ORDER, "")):
-            log.warning("A stored page is of no use: it belongs to other layers.")
-            return None
-        first = thing.start - entry.start
-        try:
-            return unpack_rows(content.tensors, first, first + thing.tokens)
-        except Unpackable as error:
-            log.warning("A stored page is of no use: %s", error)
-            return None
-
-    def fetch(self, things: Iterable[tuple[Strip | Mark, PathNode]]) -> bool:
-        """Read strips and snapshots that lie on disk; False when one isn't there any more."""
-        whole = True
-        for thing, node in things:
-            if thing.residence in AWAY and not self._fetch(thing):
-                whole = False
-                if isinstance(thing, Mark):
-                    node.marks.pop(thing.at, None)
-                else:
-                    node.strips.remove(thing)
-        return whole
-
-    def _fetch(self, thing: Strip | Mark) -> bool:
-        content: Content | None = None
-        if thing.host is None:
-            entry = thing.entry
-            content = self._shelf.read(entry) if self._shelf is not None and entry else None
-            if content is None:
-                return False
-        if isinstance(thing, Strip):
-            return self._fetch_strip(thing, content)
-        return self._fetch_mark(thing, content)
-
-    def _fetch_strip(self, strip: Strip, content: Content | None) -> bool:
-        if strip.host is None:
-            stacks = self._rows(strip, content)
-        else:
-            stacks = unpack_rows(strip.host[0], 0, strip.tokens)
-        if stacks is not None:
-            strip.hold(stacks)
-        return stacks is not None
-
-    def _fetch_mark(self, mark: Mark, content: Content | None) -> bool:
-        tensors, meta = (content.tensors, content.meta) if content else mark.host or ({}, {})
-        try:
-            mark.hold(unpack_states(tensors, meta, self._cache.live.fresh_states()))
-        except Unpackable as error:
-            log.warning("A stored snapshot is of no use: %s", error)
-            return False
-        self._cache.tally.nbytes += mark.nbytes
-        return True
-
-    def used(self, entries: Iterable[Entry | None]) -> None:
-        """These files were just of use."""
-        if self._shelf is not None:
-            self._shelf.touch([entry for entry in entries if entry is not None])
 
 
 class _Place:

@@ -21,6 +21,9 @@ CACHE_SHARE = 0.4
 LEAST_BUFFERS, MOST_BUFFERS = 64 << 20, 2 << 30
 """Bounds of MLX's cache of freed buffers, which takes a sixteenth of the memory."""
 
+HOST_SHARE = 0.25
+"""Share of the host's free memory that may take what leaves a device with memory of its own."""
+
 LEAST_CACHE = 64 << 20
 """The default cache budget never falls below this: a small conversation must fit."""
 
@@ -154,6 +157,20 @@ def admissible() -> int:
     """Bytes that a new model may take now: what is free, less the reserve."""
     now = measured()
     return max(0, now.free - int(now.limit * RESERVE))
+
+
+def default_host_bytes() -> int:
+    """What prefix caches may take of the host's memory; 0 where the device's is the same."""
+    import mlx.core as mx
+    import psutil
+
+    if not mx.is_available(mx.gpu) or mx.metal.is_available():
+        return 0
+    free = [int(psutil.virtual_memory().available)]
+    group = cgroup()
+    if group is not None:
+        free.append(group[1])
+    return int(min(free) * HOST_SHARE)
 
 
 def default_cache_bytes() -> int:
