@@ -337,6 +337,20 @@ class TestFound:
             save(first, store)
         assert ask(kernel(store, model), model, b, 3).cached == 295
 
+    def test_window_rows_that_one_request_had_no_use_for_are_found_by_the_next(
+        self, store: Store
+    ) -> None:
+        model = FakeModel(("rows", "window"))
+        ids = prompt(400)
+        first = kernel(store, model)
+        run = ask(first, model, ids, 3)
+        more = [*ids, *run.tokens, *prompt(100, 1)]
+        ask(first, model, more, 3)
+        save(first, store)
+        second = kernel(store, model)
+        assert ask(second, model, [*more, *prompt(200, 2)], 3).cached == 503
+        assert ask(second, model, ids, 3).cached == 399
+
     def test_exactness_switched_on_takes_nothing_from_files(
         self, store: Store, model: FakeModel
     ) -> None:

@@ -51,7 +51,10 @@ def adopt(cache: PrefixCache, shelf: Shelf, ids: np.ndarray) -> None:
     at = _held(cache.path_to(ids), known) if rows else 0
     pages: list[_Piece] = []
     others: list[_Piece] = []
-    for entry_base, found in _boundaries(shelf, ids, at // PAGE * PAGE, stop=rows):
+    # Window rows that a request had no use for were let go of, but not on the shelf.
+    back = max((window.size for window in cache.needs.windows), default=0)
+    first = max(min(at, len(ids) - 1) - back, 0) if rows else 0
+    for entry_base, found in _boundaries(shelf, ids, first // PAGE * PAGE, at if rows else None):
         pieces = _matched(shelf, ids, max(entry_base, at), entry_base, found)
         covered = _covering([p for p in pieces if p.entry.kind == "rows"], at)
         pages += covered
@@ -88,13 +91,16 @@ def _held(path: Sequence[PathNode], known: int) -> int:
 
 
 def _boundaries(
-    shelf: Shelf, ids: np.ndarray, base: int, *, stop: bool
+    shelf: Shelf, ids: np.ndarray, base: int, held: int | None
 ) -> Iterator[tuple[int, tuple[Entry, ...]]]:
-    """Each boundary from ``base`` on with what hangs on it, to the first bare one if ``stop``."""
+    """Each boundary from ``base`` on with what hangs on it.
+
+    With rows that are held up to ``held``, the first bare one behind them is the last.
+    """
     chain = keys.chains(shelf.root, ids[:base])[-1]
     while base < len(ids):
         found = shelf.find(chain)
-        if stop and not found:
+        if held is not None and not found and base + PAGE > held:
             return
         yield base, found
         if base + PAGE > len(ids):
@@ -125,7 +131,7 @@ def _matched(
     end = min(base + PAGE, len(ids))
     pieces += _shared(shelf, ids, base, others, "rows", _gaps(pieces, "rows", (at, end)))
     if any(entry.kind == "rows" for entry in found):  # strips behind the last row are no use
-        end = max((p.end for p in pieces if p.entry.kind == "rows"), default=at)
+        end = min(end, max([at, *(p.end for p in pieces if p.entry.kind == "rows")]))
     pieces += _shared(shelf, ids, base, others, "window", _gaps(pieces, "window", (base, end)))
     return pieces
 
