@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from driver import ask, new_cache
+from fakes import LETTERS, FakeModel
 from mlx_jupyter.cache.retention import Item, choose
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -254,6 +256,26 @@ def place(key: int, end: int, needs: tuple[int, ...], **more: object) -> Item:
     return Item(key, "state", 0, end, 64, 1, needs=needs, **more)  # type: ignore[arg-type]
 
 
+def story(seed: int) -> tuple[int, int]:
+    """Prompt tokens that a cache with a budget computes, and one without."""
+    kinds = ("rows", "window", "window", "window")
+    model = FakeModel(kinds, window=256)
+    caches = new_cache(model, budget=140_000), new_cache(model)
+    dice = random.Random(seed)
+    history: list[list[int]] = [[]]
+    computed = [0, 0]
+    for turn in range(40):
+        back = 1 if turn % 5 == 4 else 2 if turn % 7 == 6 else 0
+        owner = f"fork {turn}" if back == 2 else "story"
+        question = dice.choices(LETTERS, k=dice.randint(40, 120))
+        ids = [*history[max(0, len(history) - 1 - back)], *question]
+        runs = [ask(cache, model, ids, 32, chunk=128, owner=owner) for cache in caches]
+        computed = [n + run.computed for n, run in zip(computed, runs, strict=True)]
+        caches[0].check()
+        history = [*history[: len(history) - back], [*ids, *runs[0].tokens]]
+    return computed[0], computed[1]
+
+
 class TestWindows:
     """Two whole windows of two strips each, an old one and the tip's."""
 
@@ -280,6 +302,24 @@ class TestWindows:
 
     def test_a_strip_that_nothing_needs_goes_first(self) -> None:
         assert choose([*self.old, *self.tip, strip(6, 900, useless=True)], 100, 2) == [6]
+
+    def test_windows_that_overlap_are_judged_together(self) -> None:
+        """Alone none of the old ones frees anything; the tip's would be the only one that does."""
+        strips = [strip(key, 32 * (key + 1)) for key in range(6)]
+        old = [
+            place(10 + i, 64 + 8 * i, (0, 1, 2), asked=0.05, prior=9 + i if i else None)
+            for i in range(3)
+        ]
+        tip = place(20, 192, (3, 4, 5), asked=1.0, prior=12)
+        assert set(choose([*strips, *old, tip], 300, 2)) == {0, 1, 2}
+
+    def test_a_notebook_on_windows_recomputes_little(self) -> None:
+        """Turns, reruns and forks: at half of what all would take, near what no budget costs."""
+        computed = [0, 0]
+        for seed in range(3):
+            for i, used in enumerate(story(seed)):
+                computed[i] += used
+        assert computed[0] <= 1.4 * computed[1]
 
     def test_pinned_windows_stay(self) -> None:
         pinned = [replace(item, pinned=True) for item in self.old]

@@ -8,8 +8,8 @@ else is held:
 
 * a page may go only when nothing hangs on it: what is behind a missing page is useless;
 * with a snapshot go the rows that only it made useful; they count in its bytes;
-* window rows go with the last snapshot that needs them, never by themselves: a window that lacks a
-  strip is worth nothing;
+* window rows go with all snapshots that need them, which are judged together: a window that lacks
+  a strip is worth nothing, and one of two that overlap frees little;
 * with a snapshot gone, whoever comes for it goes on from the one before: that one is wanted more,
   and the one behind is further to prefill.
 
@@ -18,9 +18,9 @@ requests were made since it last did, and for each place back half as much; what
 wanted by all of them together. What nothing leads to any more is hardly ever wanted, unless it lies
 below the end of a path that may go on as before.
 
-Tried and left: ages weighed by the reuse distances seen in the session (``benchmarks/retention.py``:
-two of four means worse, none better by more than 2 %), the strongest tip instead of the sum (worse
-on states, the same on rows).
+Tried and left: ages weighed by the reuse distances that the session showed (of four means of
+``benchmarks/retention.py`` one better by 2 %, three worse), the strongest tip instead of the sum
+(worse on states, the same on rows), each window's snapshot judged by itself.
 """
 
 from __future__ import annotations
@@ -162,16 +162,27 @@ class _Choice:
                 heapq.heappush(self._heap, (now, key))
                 continue
             item = self._items[key]
-            if item.nbytes:  # else it only lets strips go
-                chosen.append(key)
-                need -= item.nbytes
-            self._let_go(item)
+            together = sorted(self._users.get(key, ()), key=self._end, reverse=True)
+            for each in [self._items[user] for user in together] or [item]:
+                if each.nbytes:  # else only strips go with it
+                    chosen.append(each.key)
+                    need -= each.nbytes
+                self._let_go(each)
         return chosen
 
     def _may_go(self, key: int) -> bool:
         item = self._items[key]
-        free = item.kind != "rows" or item.useless or not self._hanging[key]
-        return free and not item.pinned and not self._users.get(key)
+        if item.pinned:
+            return False
+        if item.kind == "rows":
+            return item.useless or not self._hanging[key]
+        if item.kind == "window":
+            return not any(self._items[user].pinned for user in self._users.get(key, ()))
+        # What holds nothing but its window goes with a strip of it.
+        return bool(item.nbytes) or item.useless or not any(s in self._items for s in item.needs)
+
+    def _end(self, key: int) -> tuple[int, int]:
+        return self._items[key].end, key
 
     def _let_go(self, item: Item) -> None:
         """Note that an item is gone, and look again at what that changes."""
@@ -179,27 +190,20 @@ class _Choice:
         if item.kind == "state" and not item.useless:
             prior, _ = self._before(item.key)
             if prior is not None:
-                passed = wanted(item, self._clock) + self._passed.get(item.key, 0.0)
-                self._passed[prior] = self._passed.get(prior, 0.0) + passed
-            self._release(item)
+                self._passed[prior] = self._passed.get(prior, 0.0) + self._chance(item)
+            for strip in item.needs:
+                self._users[strip].discard(item.key)
+                if strip in self._items:
+                    self._look_at(strip)
         page = item.before
         if page in self._hanging:
             self._hanging[page] -= 1
             if not self._items[page].useless:
                 self._look_at(page)
 
-    def _release(self, item: Item) -> None:
-        """Nothing needs its strips for it any more: they are useless, or the last one's alone."""
-        last: set[int] = set()
-        for strip in item.needs:
-            users = self._users[strip]
-            users.discard(item.key)
-            if not users and strip in self._items:
-                self._look_at(strip)
-            elif len(users) == 1:
-                last |= users
-        for key in last:
-            self._look_at(key)
+    def _chance(self, item: Item) -> float:
+        """That of a snapshot, with those who come for one that is gone."""
+        return wanted(item, self._clock) + self._passed.get(item.key, 0.0)
 
     def _look_at(self, key: int) -> None:
         """Rank an item anew, if it may go."""
@@ -210,12 +214,32 @@ class _Choice:
         item = self._items[key]
         if self._is_useless(item):
             return False, 0.0, -item.end
-        value = wanted(item, self._clock) * item.replay / max(item.nbytes, 1)
-        if item.kind == "state":
+        if users := self._users.get(key):
+            value = self._together(users)
+        elif item.kind == "state":
             _, start = self._before(key)
-            chance = wanted(item, self._clock) + self._passed.get(key, 0.0)
-            value = chance * (item.end - start) / max(self._frees(item), 1)
+            value = self._chance(item) * (item.end - start) / max(self._frees(item), 1)
+        else:
+            value = wanted(item, self._clock) * item.replay / max(item.nbytes, 1)
         return True, value, -item.end
+
+    def _together(self, users: set[int]) -> float:
+        """The value of snapshots that go together, since they need the same strip."""
+        lost, freed = 0.0, 0
+        starts: dict[int, int] = {}
+        strips: set[int] = set()
+        for key in sorted(users, key=self._end):
+            item = self._items[key]
+            prior, start = self._before(key)
+            starts[key] = starts.get(prior, start) if prior is not None else start
+            lost += self._chance(item) * (item.end - starts[key])
+            freed += item.nbytes + self._rows_behind(item)
+            strips.update(item.needs)
+        for strip in strips:
+            held = self._items.get(strip)
+            if held is not None and not held.pinned and self._users[strip] <= users:
+                freed += held.nbytes
+        return lost / max(freed, 1)
 
     def _is_useless(self, item: Item) -> bool:
         if item.key in self._users:  # of a window: as long as something needs it, it stays
@@ -236,16 +260,18 @@ class _Choice:
         return prior, start
 
     def _frees(self, item: Item) -> int:
-        """Bytes of a snapshot and of the rows that nothing else needs."""
-        freed, page = item.nbytes, item.before
+        """Bytes of a snapshot, of the rows and of the window that nothing else needs."""
+        alone = (s for s in item.needs if s in self._items and self._users[s] == {item.key})
+        strips = sum(self._items[s].nbytes for s in alone if not self._items[s].pinned)
+        return item.nbytes + strips + self._rows_behind(item)
+
+    def _rows_behind(self, item: Item) -> int:
+        """Bytes of the rows that only a snapshot made useful."""
+        freed, page = 0, item.before
         while page in self._hanging and self._hanging[page] == 1 and page not in self._gone:
             held = self._items[page]
             if held.pinned or held.alone:
                 break
             freed += held.nbytes
             page = held.before
-        for key in item.needs:
-            strip = self._items.get(key)
-            if strip is not None and not strip.pinned and self._users.get(key) == {item.key}:
-                freed += strip.nbytes
         return freed
