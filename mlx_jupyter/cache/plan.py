@@ -48,6 +48,11 @@ class Cause:
     now: str = ""
 
 
+DOUBT = 0.97
+"""What each doubt leaves of a measured rate: twice as slow as computing, it is tried again after
+twenty-odd requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What things cost here, as measured; seconds a token, 0 where nothing was measured yet.
@@ -56,17 +61,21 @@ class Rates:
         prefill: computing a prompt token.
         restore: putting a token's rows back from pages in the device's memory.
         read: from pages elsewhere, reading included.
+        doubts: how often neither was done, since computing was faster, after the last measurement.
+            What was measured once may not hold for ever: each doubt takes a little of it.
     """
 
     prefill: float = 0.0
     restore: float = 0.0
     read: float = 0.0
+    doubts: int = 0
 
     def cost(self, restored: int, recomputed: int, read: int = 0) -> float:
         """Seconds that a plan takes; without measurements every recomputed token counts."""
         if not self.prefill:
             return float(recomputed)
-        return self.restore * restored + self.read * read + self.prefill * recomputed
+        moved = self.restore * restored + self.read * read
+        return moved * DOUBT**self.doubts + self.prefill * recomputed
 
     def seen(self, *, prefill: float = 0.0, restore: float = 0.0, read: float = 0.0) -> Rates:
         """With one more measurement of any, in seconds a token."""
@@ -75,11 +84,12 @@ class Rates:
             prefill=_smoothed(self.prefill, prefill),
             restore=_smoothed(self.restore, restore),
             read=_smoothed(self.read, read),
+            doubts=0 if restore or read else self.doubts,
         )
 
     def doubted(self) -> Rates:
-        """After reading in was passed over: what was measured may not hold for ever."""
-        return replace(self, restore=self.restore * 0.9, read=self.read * 0.9)
+        """After reading in was passed over."""
+        return replace(self, doubts=min(self.doubts + 1, 1000))
 
 
 def _smoothed(old: float, new: float) -> float:
