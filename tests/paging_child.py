@@ -452,7 +452,9 @@ class World:
         self.here.cache.unpin(f"cell {dice.randrange(4)}")
 
     def _release(self, dice: random.Random) -> None:
-        self.here.cache.release(f"cell {dice.randrange(4)}")
+        cache, owner = self.here.cache, f"cell {dice.randrange(4)}"
+        if owner not in cache.pins:
+            cache.release(owner)
 
     def _clear(self, dice: random.Random) -> None:
         self.here.cache.clear()

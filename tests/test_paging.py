@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from driver import ask, new_cache, uncompiled  # noqa: F401 - a fixture
 from fakes import FakeModel, cold
 from mlx_jupyter.cache import adoption, store_faults, tiers
+from mlx_jupyter.cache.packing import HostRows, pack_rows, unpack_rows
 from mlx_jupyter.cache.store import Store
 from paging_child import (
     LOSSES,
@@ -204,14 +205,13 @@ class TestMutations:
     def test_rows_that_are_rolled_by_one(
         self, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        unpack = tiers.unpack_rows
+        cut = HostRows._cut
 
-        def rolled(*args: Any) -> Any:
-            rows = tuple(tuple(mx.roll(a, 1, -2) for a in stack) for stack in unpack(*args))
-            mx.eval(rows)
-            return rows
+        def rolled(self: Any, *args: Any) -> Any:
+            dtype, rows = cut(self, *args)
+            return dtype, np.roll(rows, 1, -2)
 
-        monkeypatch.setattr(tiers, "unpack_rows", rolled)
+        monkeypatch.setattr(HostRows, "_cut", rolled)
         assert caught(place)
 
     def test_a_token_more_than_is_shared(
@@ -350,6 +350,23 @@ class TestFound:
         second = kernel(store, model)
         assert ask(second, model, [*more, *prompt(200, 2)], 3).cached == 503
         assert ask(second, model, ids, 3).cached == 399
+
+    def test_arrays_that_lie_transposed_are_packed_in_order(self) -> None:
+        array = mx.arange(24).reshape(1, 2, 3, 4).swapaxes(1, 2)
+        mx.eval(array)
+        ((back,),) = unpack_rows(pack_rows(((array,),)), 0, 2)
+        assert mx.array_equal(back, array)
+
+    def test_the_hosts_memory_keeps_what_a_request_is_about_to_read(self) -> None:
+        model = FakeModel(("rows",))
+        whole = new_cache(model)
+        ask(whole, model, prompt(700), 1)
+        room = whole.live.nbytes()
+        cache = new_cache(model, room, host_budget=room)
+        for seed in (1, 2, 3, 1, 2, 3, 3, 2, 1):
+            run = ask(cache, model, prompt(700, seed), 3)
+            cache.check()
+            assert run.tokens == cold(model, prompt(700, seed), 3)
 
     def test_exactness_switched_on_takes_nothing_from_files(
         self, store: Store, model: FakeModel

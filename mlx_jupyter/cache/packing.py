@@ -218,6 +218,7 @@ def _pack(array: mx.array) -> Tensor:
     if name is None:
         raise Unpackable(f"arrays of {array.dtype} aren't stored")
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    bits = mx.contiguous(bits)  # a copy keeps a transposed layout; what is in order isn't copied
     if discrete():
         bits = compact(bits)
         mx.eval(bits)

@@ -251,7 +251,7 @@ class Tiers:
             (thing, node)
             for node in self._cache.trie.nodes()
             for thing in things(node)
-            if thing.host is not None
+            if thing.host is not None and not (thing.residence == "host" and self._is_needed(thing))
         ]
         held.sort(key=lambda each: each[0].last_used)
         leaving: list[tuple[Thing, PathNode]] = []
@@ -271,6 +271,10 @@ class Tiers:
                     node.strips.remove(thing)
             elif not thing.states and thing.entry is None and thing is not self._cache.tip:
                 self._cache.drop_mark(node, thing)
+
+    def _is_needed(self, thing: Thing) -> bool:
+        """Whether a request is about to put it in place."""
+        return id(thing) in self._cache.needed
 
     def _keep_on_shelf(self, leaving: Sequence[tuple[Thing, PathNode]], *, worth: bool) -> None:
         shelf = self.shelf
