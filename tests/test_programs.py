@@ -31,7 +31,6 @@ from driver import (  # noqa: F401 - one is a fixture
 )
 from fakes import LETTERS, FakeModel, cold, fake_engine, letters
 from mlx_jupyter.cache.invariants import check_settled
-from mlx_jupyter.cache.match import decide, match
 from mlx_jupyter.models.lazy import evaluate
 from tiny_models import FAMILIES
 
@@ -217,12 +216,7 @@ class Desk:
             self.pins[owner] = ((), 0)
             return
         path = np.concatenate([n.tokens for n in nodes[0].path()])[: nodes[0].owners[owner]]
-        kept = self._cached(path.tolist())
-        if self.cache.needs.windows and not self.roomy:
-            # Window rows that were given up while the live cache had them go with the live cache.
-            found = match(self.cache.trie.root, np.append(path, np.int32(0)), -1, lambda _: False)
-            kept = min(kept, decide(found, self.cache.needs).cached)
-        self.pins[owner] = (tuple(path.tolist()), kept)
+        self.pins[owner] = (tuple(path.tolist()), self._cached(path.tolist()))
 
     def _cached(self, path: Sequence[int]) -> int:
         """How much of a path would be there for one who goes on from it."""
@@ -547,6 +541,12 @@ def the_tips_mark_is_gone(cache: PrefixCache) -> str:
     return "the tip isn't at"
 
 
+def the_live_states_have_no_mark(cache: PrefixCache) -> str:
+    the_tips_mark_is_gone(cache)
+    cache.tip = None
+    return "no mark where the live states stand"
+
+
 def the_tips_mark_lies_before_it(cache: PrefixCache) -> str:
     assert cache.tip is not None
     _move(cache.path_to(cache.live.id_array())[-1], cache.tip, cache.tip.at - 3)
@@ -592,6 +592,7 @@ HARMS = (
     a_live_page_is_given_up,
     a_page_off_the_live_path_is_called_live,
     the_tips_mark_is_gone,
+    the_live_states_have_no_mark,
     the_tips_mark_lies_before_it,
     more_is_held_than_the_budget,
     the_live_cache_alone_is_over_the_budget,

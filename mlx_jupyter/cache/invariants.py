@@ -151,6 +151,8 @@ def _check_tip(cache: PrefixCache) -> None:
     if cache.tip is not None:
         assert path, "a tip without a path"
         assert path[-1].marks.get(offset) is cache.tip, f"the tip isn't at {offset}: {cache.tip}"
+    elif offset and cache.needs.stateful:
+        assert offset in path[-1].marks, f"no mark where the live states stand, at {offset}"
     on_path = {id(node) for node in path}
     more = np.append(cache.live.id_array(), np.int32(0))
     found = match(cache.trie.root, more, offset, lambda n: id(n) in on_path)

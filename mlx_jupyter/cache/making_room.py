@@ -15,6 +15,7 @@ from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.ghosts import forget_oldest
 from mlx_jupyter.cache.pages import Mark, Page, Strip, capture
+from mlx_jupyter.cache.recording import keep_windows
 from mlx_jupyter.cache.trie import PAGE
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def fit_live(cache: PrefixCache) -> None:
 def let_live_go(cache: PrefixCache) -> None:
     """Between requests: forget the live cache; what is pinned of it is stored first."""
     pin = _pinned_live(cache)
+    if pin:
+        keep_windows(cache)
     path = cache.live_path()
     held = path if cache.live.leaves.rows else []  # without full layers pages hold nothing
     pages = [(p, n) for n in held for p in n.pages if p.residence == "live"]

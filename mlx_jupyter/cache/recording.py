@@ -57,7 +57,7 @@ def record(
         step.pages = joined_pages(step.pages)
     if cache.borrowers:
         lending.spread(path)
-    _store_windows(cache, path)
+    _store_windows(cache, path, anew=cache.exact)
     if (mark or tip) and (cache.needs.stateful or cache.needs.windows):
         _mark(cache, node, mark or tip or "answer", copy=mark is not None)
     if owner is not None:
@@ -93,11 +93,14 @@ def keep_windows(cache: PrefixCache) -> None:
     """Store the window rows that the live cache still has and nothing else holds (any more)."""
     if cache.live.leaves.windows:
         cache.live.windowed = min(cache.live.windowed, cache.live.first_window_row())
-        _store_windows(cache, cache.live_path())
+        _store_windows(cache, cache.live_path(), anew=False)
 
 
-def _store_windows(cache: PrefixCache, path: Sequence[PathNode]) -> None:
-    """Copy the window rows since the last time into strips along the live path."""
+def _store_windows(cache: PrefixCache, path: Sequence[PathNode], *, anew: bool) -> None:
+    """Copy the window rows since the last time into strips along the live path.
+
+    With ``anew`` they take the place of those that are there.
+    """
     live = cache.live
     if not live.leaves.windows:
         return
@@ -105,8 +108,8 @@ def _store_windows(cache: PrefixCache, path: Sequence[PathNode]) -> None:
         span = max(node.start, live.windowed), min(node.end, live.offset)
         if span[0] >= span[1]:
             continue
-        if cache.exact:
-            _drop_strips(cache, node, span)  # those of other passes
+        if anew:
+            _drop_strips(cache, node, span)
         for a, b in without(span, joined((s.start, s.end) for s in node.strips)):
             for start, end in _by_page(a, b):
                 strip = Strip(start, end, cache.tally)

@@ -153,13 +153,12 @@ class Session:
             id(thing) for thing in (*pages, *(s for s, _ in strips), *(m for m, _ in marks))
         }
         try:
+            keep_windows(cache)
             cache.vacate(keep, self._total)
         finally:
             cache.needed = set()
         lending.shed(cache, self._ids, self._owner)
-        if in_place:
-            keep_windows(cache)
-        else:
+        if not in_place:
             live.rewind(keep)
             if pages and not self._read_in(pages):
                 self._stop_short()
