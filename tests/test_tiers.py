@@ -11,6 +11,7 @@ import pytest
 
 from driver import ask, new_cache
 from fakes import FakeModel, cold
+from mlx_jupyter.cache import store_format
 from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.errors import Interrupted
@@ -337,3 +338,19 @@ class TestHostMemory:
         assert store.flush(10)
         other = kernel(model, store)
         assert ask(other, model, prompt(700), 4).cached == 699
+
+
+def test_what_may_go_on_is_read_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel()
+    first = kernel(model, store)
+    ids = prompt(1500)
+    ask(first, model, ids, 4)
+    save(first)
+    assert store.flush(10)
+    asked: list[str] = []
+    monkeypatch.setattr(store_format, "will_need", lambda path: asked.append(path.name))
+    second = kernel(model, store)
+    ask(second, model, ids[:300], 1)
+    assert store.flush(10)
+    starts = [int(name.split("-")[2]) for name in asked]
+    assert starts == [256, 512, 768, 1024, 1280]

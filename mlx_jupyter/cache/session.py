@@ -302,6 +302,7 @@ class Session:
             self._let_go()
         cache.fit_live()
         cache.enforce()
+        cache.tiers.expect()
 
     def _record(self, *, failed: bool) -> None:
         cache = self._cache

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +199,15 @@ def open_file(path: Path) -> io.FileIO:
         file.close()
         raise Damaged("it isn't a regular file")
     return file
+
+
+def will_need(path: Path) -> None:
+    """Have the operating system read a file ahead, where it can; never fails."""
+    advise = getattr(os, "posix_fadvise", None)
+    if advise is None:
+        return
+    with suppress(OSError, Damaged), open_file(path) as file:
+        advise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read(

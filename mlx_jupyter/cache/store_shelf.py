@@ -113,6 +113,27 @@ class Shelf:
             return False
         return self._store.writer.put(Put(entry, sheet, lambda: self._prepare(directory)))
 
+    def expect(self, parent: bytes) -> None:
+        """What was last used of those that go on from a chain key may be asked for next.
+
+        The operating system is told in the background, so that a disk's latency is over by then.
+        """
+
+        def do() -> None:
+            key: bytes | None = parent
+            left = AHEAD
+            while key is not None and left > 0:
+                found = [e for e in self.find(key) if e.kind == "rows"]
+                best = max(found, key=lambda entry: (entry.used, entry.end), default=None)
+                if best is None:
+                    return
+                store_format.will_need(best.path)
+                left -= best.nbytes
+                key = best.child
+
+        if self._store.on:
+            self._store.writer.do(do)
+
     def touch(self, entries: Iterable[Entry]) -> None:
         """Note in the background that these were used just now."""
         paths, now = [entry.path for entry in entries], self._store.now()

@@ -98,6 +98,12 @@ class Tiers:
         if self.shelf is not None:
             adopt(self._cache, self.shelf, ids)
 
+    def expect(self) -> None:
+        """A request ended: have read ahead what may go on from there, as when all cells run."""
+        shelf, live = self.shelf, self._cache.live
+        if shelf is not None and live.offset:
+            shelf.expect(keys.chains(shelf.root, live.id_array())[-1])
+
     # --- saving ------------------------------------------------------------------------------
 
     def save_next(self) -> bool:
