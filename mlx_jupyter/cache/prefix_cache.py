@@ -214,7 +214,7 @@ class PrefixCache:
             for mark in list(node.marks.values()):
                 if mark.kind == "periodic" and not lattice(mark.at, self.live.offset):
                     self.drop_mark(node, mark)
-        places = [*(at for n in path for at in n.marks), self.live.offset, since]
+        places = [*(at for n in path for at in _places(n)), self.live.offset, since]
         kept = joined(
             [
                 *(span for at in places for span in self.needs.spans(at)),
@@ -240,7 +240,7 @@ class PrefixCache:
             waiting = [child for child in node.children.values() if child is not below]
             while waiting:
                 other = waiting.pop()
-                for at in other.marks:
+                for at in _places(other):
                     yield from ((a, min(b, node.end)) for a, b in self.needs.spans(at))
                 if other.end < node.end + reach:
                     waiting.extend(other.children.values())
@@ -337,3 +337,9 @@ class PrefixCache:
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken."""
         check(self)
+
+
+def _places(node: PathNode) -> Iterator[int]:
+    """Where a node's sequences are come back to: its marks, and tips that have none (an error)."""
+    yield from node.marks
+    yield from node.owners.values()
