@@ -356,7 +356,7 @@ class TestErrors:
         ask(cache, model, prompt(70))
         ask(cache, model, prompt(70, seed=1))
         with monkeypatch.context() as patch:
-            patch.setattr(Page, "layer_rows", lambda *_: (_ for _ in ()).throw(MemoryError("no")))
+            patch.setattr(Page, "within", lambda *_: (_ for _ in ()).throw(MemoryError("no")))
             with pytest.raises(MemoryError):
                 ask(cache, model, prompt(70))
         cache.check()
