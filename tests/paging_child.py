@@ -410,7 +410,7 @@ class World:
             self.here.cache.tiers.save_next()
 
     def _save_all(self, dice: random.Random) -> str:
-        left = 200  # a disk that stands still never gets it done
+        left = 200 if self.disk.open.is_set() else 5  # never done while it stands still
 
         def until() -> bool:
             nonlocal left
@@ -703,13 +703,17 @@ def weighted(*steps: dict[str, int]) -> list[str]:
 # --- processes ----------------------------------------------------------------------------------
 
 
-def wander(place: str, seed: int, steps: int, setting: dict[str, Any]) -> None:
+DAMAGE = {"delete": 2, "truncate": 2, "flip": 2, "forget": 1, "forget files": 1}
+"""What one process may do to the files of another."""
+
+
+def wander(place: str, seed: int, steps: int, damage: bool, setting: dict[str, Any]) -> None:
     """Live in a world on a directory that others use too, for so many steps."""
     dice = random.Random(seed)
     made = Setting.by(dice, setting.pop("kinds"), kernels=1, **setting)
-    world = World(Path(place), made)
-    acts = weighted(QUIET, {"delete": 2, "truncate": 2, "flip": 2, "forget": 1, "forget files": 1})
-    run_program(world, [(dice.choice(acts), dice.randrange(1 << 30)) for _ in range(steps)])
+    acts = weighted(QUIET, DAMAGE if damage else {})
+    program = [(dice.choice(acts), dice.randrange(1 << 30)) for _ in range(steps)]
+    run_program(World(Path(place), made), program)
 
 
 class Nursery:
@@ -731,10 +735,12 @@ class Nursery:
                 start_new_session=True,
             )
 
-    def start(self, place: Path, seed: int, steps: int, **setting: Any) -> int:
+    def start(
+        self, place: Path, seed: int, *, steps: int, damage: bool = False, **setting: Any
+    ) -> int:
         """Start a process in a world; its pid."""
-        asked = {"place": str(place), "seed": seed, "steps": steps, "setting": setting}
-        return int(self._ask(asked))
+        asked = {"place": str(place), "seed": seed, "steps": steps, "damage": damage}
+        return int(self._ask({**asked, "setting": setting}))
 
     def kill(self, pid: int) -> None:
         """Kill a process, and see that nothing else had ended it."""

@@ -63,6 +63,7 @@ class Tiers:
         self._shelf = shelf
         self._host_budget = host_budget
         self._waiting: list[tuple[Thing, PathNode]] | None = None
+        self._stuck = False
 
     @property
     def shelf(self) -> Shelf | None:
@@ -119,7 +120,7 @@ class Tiers:
             self._settle(shelf, thing, place)
             if _twin(thing) is None:
                 # One at a time: what waits to be written takes memory beside the budget.
-                if not shelf.flush(PAUSE):
+                if not self._written(shelf, PAUSE):
                     return True
                 if not self._put(shelf, thing, place):
                     self._waiting = []  # the disk is full or off: later, if there is a later
@@ -294,13 +295,20 @@ class Tiers:
             self._settle(shelf, thing, place)
             if _twin(thing) is None and worth:
                 if not self._put(shelf, thing, place):
-                    shelf.flush(PATIENCE)
+                    self._written(shelf, PATIENCE)
                     if not self._put(shelf, thing, place):
                         break
                 waiting.append((thing, place))
-        if waiting and shelf.flush(PATIENCE):
+        if waiting and self._written(shelf, PATIENCE):
             for thing, place in waiting:
                 self._settle(shelf, thing, place)
+
+    def _written(self, shelf: Shelf, patience: float) -> bool:
+        """Wait for the disk so many seconds, but hardly while it stands still."""
+        seconds = PAUSE if self._stuck else patience
+        done = shelf.flush(seconds)
+        self._stuck = not done and (self._stuck or seconds > PAUSE)
+        return done
 
 
 class _Place:
