@@ -18,7 +18,7 @@ MAX_TURNS = 20_000
 MAX_IDS = 8_000_000
 """Generated ids of all answers together."""
 
-_NAME = 200
+_NAME = 4096
 _ID = 2**31
 _SEED = 2**64
 _CELL = 200

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_jupyter.cache import bundle, export, forgetting, luggage
+from mlx_jupyter.cache import bundle, export, forgetting, lending, luggage
 from mlx_jupyter.cache.bundle import SUFFIX, Bundle, Foreign, Piece
 from mlx_jupyter.cache.forgetting import Removed
 from mlx_jupyter.cache.packing import Unpackable
@@ -310,9 +310,8 @@ def _restore(
         luggage.put_in(cache, things, owner, None if private else owner)
     shop.publish(loaded)
     whole = np.append(ids, np.int32(0))  # the next prompt has a token more at least
-    return replace(
-        restored, cached=cache.plan(whole, owner).cached, lent=owner in cache.borrowers, why=why
-    )
+    lent = lending.start(cache.path_to(ids)) is not None
+    return replace(restored, cached=cache.plan(whole, owner).cached, lent=lent, why=why)
 
 
 def _ids(file: Bundle) -> np.ndarray:
@@ -368,6 +367,8 @@ def _unusable(shop: Workshop, file: Bundle, loaded: LoadedModel | None, alike: b
         return "its model isn't loaded"
     if not alike:
         return f"its pages are those of another model than {loaded.info.name}, as it is here"
+    if not loaded.vocabulary:
+        return f"the vocabulary of {loaded.info.name} isn't known"
     return "in exactness mode pages from files aren't used" if shop.exact else ""
 
 
