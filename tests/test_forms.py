@@ -14,12 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from mlx_jupyter.cache.view import MarkView, NodeView, PageView, TreeView
+from mlx_jupyter.cache.view import MarkView, NodeView, PageView, StripView, TreeView
 from mlx_jupyter.units import human_bytes
 from mlx_jupyter.widgets.drawing import COLOURS
 from mlx_jupyter.widgets.forms import clip_cells, tree_html, tree_svg, tree_text
 from mlx_jupyter.widgets.icicle import Scale, layout, ruler
-from mlx_jupyter.widgets.tree_data import label, latest_branches, tree_json, visible
+from mlx_jupyter.widgets.tree_data import (
+    label,
+    latest_branches,
+    node_bytes,
+    tree_json,
+    visible,
+)
 
 JS = pathlib.Path(__file__).parent.parent / "js"
 FIXTURE = JS / "test" / "fixtures" / "demo.json"
@@ -311,11 +317,76 @@ def test_picture_html_is_one_image_that_says_what_it_shows():
 def test_text_of_the_demo_tree():
     text = tree_text(demo_tree())
     first = text.splitlines()[3]
-    assert first.startswith("*     0–212   212  live    9.40 MB    14  ▪system: You are")
+    assert re.match(r"\*     0–212   212  live +9\.40 MB    14  ▪system: You are", first)
     assert "◆ system 212" in first
-    assert "│ │ └ ▪user: How is it tested?" in text
+    assert "│ │ └ ▪user: How is" in text
     assert "← In [4] retry" in text
-    assert text.endswith("* held by the live cache")
+    assert "* held by the live cache" in text
+    assert "device+host+disk" in text
+    assert "disk: stored on disk" in text
+    assert "(1,974 on the host, 1,024 on disk)" in text.splitlines()[0]
+
+
+def away_tree():
+    """Pages, window rows and snapshots in memory and on disk, side by side."""
+    leaf = node(
+        2,
+        300,
+        900,
+        "far",
+        where=["device", "disk", "host"],
+        marks=(MarkView(400, "turn", "device", 5), MarkView(900, "thinking", "disk", 0)),
+        strips=(StripView(350, 400, 7, "device"), StripView(820, 900, 0, "disk")),
+    )
+    root = node(1, 0, 300, "near", leaf, where="live", marks=(MarkView(300, "system", "live", 0),))
+    return TreeView(model="m", root=NodeView(0, 0, 0, np.zeros(0, np.int32), (root,)))
+
+
+def test_what_lies_on_disk_is_told_apart_in_the_text():
+    text = tree_text(away_tree(), width=140)
+    near, far = text.splitlines()[3:5]
+    assert "◆ system 300" in near
+    assert "device+host+disk" in far
+    assert "◆ turn 400  ◇ thinking 900" in far
+    assert "≡ 50  ≡ 80 on disk" in far
+    assert "◆ snapshot · ◇ snapshot on disk or in host memory · ≡ rows of sliding windows" in text
+    assert all(cell_len(line) <= 60 for line in tree_text(away_tree(), width=60).splitlines())
+
+
+def test_a_tree_in_memory_needs_no_legend_for_other_places():
+    text = tree_text(TreeView(root=NodeView(0, 0, 0, np.zeros(0, np.int32), (node(1, 0, 9, "x"),))))
+    assert "disk" not in text
+    assert "◇" not in text
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_lies_on_disk_is_told_apart_in_the_picture(dark):
+    svg = tree_svg(away_tree(), dark=dark)
+    told = [each.text for each in ET.fromstring(svg).iter() if each.text]
+    for sign in (
+        "disk: stored on disk",
+        "host: stored in host memory",
+        "thinking snapshot",
+        "thinking snapshot stored on disk",
+        "snapshot stored on disk",
+        "window rows",
+        "window rows stored on disk",
+    ):
+        assert sign in told
+    assert "K" in told
+    assert "?" not in told
+
+
+def test_bytes_of_window_rows_are_the_nodes():
+    far = tree_json(away_tree())["nodes"][1]
+    assert far["strips"] == [(350, 400, "device", 7), (820, 900, "disk", 0)]
+    assert node_bytes(far) == sum(run[3] for run in far["runs"]) + 5 + 7
+
+
+def test_the_rulers_last_number_stays_within_the_card():
+    view = TreeView(root=NodeView(0, 0, 0, np.zeros(0, np.int32), (node(1, 0, 3000, "x"),)))
+    (last,) = [e for e in ET.fromstring(tree_svg(view)).iter() if e.text == "3,000"]
+    assert last.get("text-anchor") == "end"
 
 
 def test_an_empty_tree_says_what_to_do():

@@ -16,7 +16,10 @@ from mlx_jupyter.units import human_bytes
 from mlx_jupyter.widgets.drawing import image
 from mlx_jupyter.widgets.picture import Picture
 from mlx_jupyter.widgets.tree_data import (
+    AWAY,
     EMPTY,
+    MEANING,
+    PLACE,
     RESIDENCES,
     clip_cells,
     counted,
@@ -40,7 +43,7 @@ def tree_text(view: TreeView, *, width: int = 100) -> str:
     """The tree as plain text, one node a line, no line wider than ``width`` terminal cells.
 
     Columns: a star on the active path, token range, tokens held, where their rows are, bytes of
-    the node's own, uses, then the decoded text with its owners and snapshots.
+    the node's own, uses, then the decoded text with its owners, snapshots and window rows.
     """
     whole = tree_json(view)
     title = f"{whole['model'] or 'No model'} · {summary(whole)}"
@@ -62,18 +65,47 @@ def tree_text(view: TreeView, *, width: int = 100) -> str:
         lines.append(f"… and {counted(hidden, 'branch', 'branches')} used less recently")
     elif len(nodes) < len(tree["nodes"]):
         lines.append(f"… and {counted(len(tree['nodes']) - len(nodes), 'node', 'nodes')} more")
-    if any(node.get("active") for node in nodes):
-        lines.append("* held by the live cache")
+    lines += _legend(nodes, width)
     return "\n".join(clip_cells(line, width).rstrip() for line in lines)
+
+
+def _legend(nodes: list[NodeJson], width: int) -> list[str]:
+    """What the signs that occur mean."""
+    found = {run[2] for node in nodes for run in node["runs"]}
+    marks = [mark for node in nodes for mark in node.get("marks", ())]
+    strips = [run for node in nodes for run in node.get("strips", ())]
+    signs = [f"{name}: {MEANING[name]}" for name in RESIDENCES if name in found]
+    lines = ["* held by the live cache"] if any(node.get("active") for node in nodes) else []
+    if found - {"live", "device"}:
+        lines += _rows(signs, width)
+    signs = ["◆ snapshot"] if any(mark[2] not in AWAY for mark in marks) else []
+    signs += ["◇ snapshot on disk or in host memory"] if any(m[2] in AWAY for m in marks) else []
+    signs += ["≡ rows of sliding windows"] if strips else []
+    if strips or any(mark[2] in AWAY for mark in marks):
+        lines += _rows(signs, width)
+    return lines
+
+
+def _rows(signs: list[str], width: int) -> list[str]:
+    """Signs in as many lines as it takes."""
+    lines: list[str] = []
+    for sign in signs:
+        joined = f"{lines[-1]} · {sign}" if lines else sign
+        if lines and cell_len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(sign)
+    return lines
 
 
 def _columns(node: NodeJson) -> tuple[str, str, str, str, str]:
     where = [name for name in RESIDENCES if any(run[2] == name for run in node["runs"])]
+    where = where[:-1] if len(where) > 1 and where[-1] == "gone" else where  # "held" tells
     own = node_bytes(node)
     return (
         f"{node['start']}–{node['end']}",
         str(held_tokens(node)),
-        "+".join(where) if len(where) < 3 else "mixed",
+        "+".join(where),
         human_bytes(own) if own else "–",
         str(node["uses"]),
     )
@@ -89,14 +121,20 @@ def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
 
 
 def _told(node: NodeJson, room: int) -> str:
-    """The node's text, clipped so that its owners and snapshots stay readable."""
+    """The node's text, clipped so that its owners, snapshots and window rows stay readable."""
     notes = ""
     if owners := node.get("owners"):
         notes += "  ← " + ", ".join(owners)
     if marks := node.get("marks"):
-        notes += "  ◆ " + ", ".join(f"{mark[1]} {mark[0]}" for mark in marks)
-    notes = clip_cells(notes, room // 2)
-    return clip_cells(label(node["text"]), room - cell_len(notes)) + notes
+        for sign, away in (("◆", False), ("◇", True)):
+            some = [f"{mark[1]} {mark[0]}" for mark in marks if (mark[2] in AWAY) == away]
+            notes += f"  {sign} " + ", ".join(some) if some else ""
+    for residence in dict.fromkeys(run[2] for run in node.get("strips", ())):
+        rows = sum(b - a for a, b, place, _ in node["strips"] if place == residence)
+        notes += f"  ≡ {rows}" + (f" {PLACE[residence]}" if residence in AWAY else "")
+    text = label(node["text"])
+    notes = clip_cells(notes, max(room // 2, room - cell_len(text)))
+    return clip_cells(text, room - cell_len(notes)) + notes
 
 
 def _guides(tree: TreeJson) -> dict[int, str]:

@@ -10,7 +10,9 @@ from rich.cells import cell_len
 from mlx_jupyter.widgets.drawing import BAND, MONO, PAD, Drawing, px
 from mlx_jupyter.widgets.icicle import layout, ruler
 from mlx_jupyter.widgets.tree_data import (
+    AWAY,
     EMPTY,
+    MEANING,
     RESIDENCES,
     clip_cells,
     counted,
@@ -27,6 +29,7 @@ MARK_LETTERS = {
     "system": "S",
     "turn": "U",
     "prompt": "P",
+    "thinking": "K",
     "answer": "A",
     "branch": "B",
     "periodic": "·",
@@ -35,6 +38,9 @@ MARK_LETTERS = {
 }
 
 _LANE, _GAP, _HEAD, _RULER = 42, 2, 30, 20
+_STRIP = 3  # the height of window rows
+_POLE = 16  # the height of a snapshot's line
+_DIGIT = 6.2  # the width of a digit of the ruler
 _NARROW = 6  # fewer characters a line than this, and a tall box has its text upright
 _CHAR, _LINE = 6.7, 14  # of the 11 px monospace text
 
@@ -88,7 +94,11 @@ class Picture(Drawing):
 
     def _ruler(self, scale: Scale, top: float) -> None:
         for position, x in ruler(scale):
-            self.text(PAD + x + 3, top - 8, f"{position:,}", self.colours["muted"], size=10)
+            told = f"{position:,}"
+            made = self.text(PAD + x + 3, top - 8, told, self.colours["muted"], size=10)
+            if x + 3 + _DIGIT * len(told) > self.width - 2 * PAD:
+                made.set("x", px(PAD + x - 3))
+                made.set("text-anchor", "end")
             self.line(PAD + x, top - 16, top - 2, self.colours["line"])
 
     def _box(self, box: Box, scale: Scale, top: float) -> None:
@@ -101,14 +111,17 @@ class Picture(Drawing):
             piece = max(0.5, min(x1, x + w) - x0)
             self.rect(x0, y, piece, h, self.colours[f"{residence}-tint"])
             self.rect(x0, y + h - BAND, piece, BAND, f"url(#{residence})")
+        for start, end, residence, _ in node.get("strips", ()):
+            x0, x1 = PAD + scale.at(start), PAD + scale.at(end)
+            self._strip(x0, y, max(1.0, min(x1, x + w) - x0), residence)
         outline = self.rect(x, y, w, h, "none", rx=2)
         outline.set("stroke", self.colours["active" if active else "line"])
         outline.set("stroke-width", "2" if active else "1")
         if node["runs"] and all(run[2] == "gone" for run in node["runs"]):
             outline.set("stroke-dasharray", "4 3")
         self._labels(box, x + 5, y, w - 9, h)
-        for at, kind, _, _ in node.get("marks", ()):
-            self._mark(min(PAD + scale.at(at), x + w) - 1, y, h, kind)
+        for at, kind, residence, _ in node.get("marks", ()):
+            self._mark(min(PAD + scale.at(at), x + w) - 1, y, h, kind, residence)
 
     def _labels(self, box: Box, x: float, y: float, w: float, h: float) -> None:
         node, text = box.node, label(box.node["text"])
@@ -141,15 +154,32 @@ class Picture(Drawing):
         made = self.text(x, y, owners, self.colours["text"], weight="700")
         made.set("font-family", MONO)
 
-    def _mark(self, x: float, y: float, h: float, kind: str) -> None:
-        self.line(x, y, y + h, self.colours["active"], width=1.5)
-        flag = self.rect(x - 10, y + h - 11, 10, 11, self.colours["active"])
-        ET.SubElement(flag, "title").text = f"{kind} snapshot"
+    def _strip(self, x: float, y: float, w: float, residence: str) -> None:
+        """Window rows: a thin line along the top, broken where they aren't in memory."""
+        bar = self.rect(x, y + 1, w, _STRIP, self.colours[residence])
+        if residence in AWAY:
+            bar.set("fill", self.colours[f"{residence}-tint"])
+            bar.set("stroke", self.colours[residence])
+            bar.set("stroke-width", "1")
+            bar.set("stroke-dasharray", "3 2")
+        ET.SubElement(bar, "title").text = f"window rows {MEANING[residence]}"
+
+    def _mark(self, x: float, y: float, h: float, kind: str, residence: str) -> None:
+        """A snapshot: a flag, hollow where it isn't in memory."""
+        away = residence in AWAY
+        ink = self.colours[residence] if away else self.colours["active"]
+        self.line(x, y + max(h - _POLE, 0), y + h, ink, width=1.5)  # no longer: text is above
+        flag = self.rect(x - 10.5, y + h - 11.5, 10.5, 11.5, self.colours["card"] if away else ink)
+        if away:
+            flag.set("stroke", ink)
+            flag.set("stroke-width", "1")
+        where = f" {MEANING[residence]}" if away else ""
+        ET.SubElement(flag, "title").text = f"{kind} snapshot{where}"
         letter = self.text(
             x - 5,
             y + h - 2,
-            MARK_LETTERS.get(kind, "?"),
-            self.colours["card"],
+            MARK_LETTERS.get(kind, "?") if kind else "",
+            ink if away else self.colours["card"],
             size=9,
             weight="700",
         )
@@ -159,14 +189,25 @@ class Picture(Drawing):
         """Explain what occurs, in as many rows as it takes; gives the last row's baseline."""
         nodes = self.tree["nodes"]
         held = {run[2] for node in nodes for run in node["runs"]}
-        kinds = {mark[1] for node in nodes for mark in node.get("marks", ())}
-        entries = [(name, name) for name in RESIDENCES if name in held]
+        marks = [mark for node in nodes for mark in node.get("marks", ())]
+        kinds = {mark[1] for mark in marks}
+        strips = {run[2] for node in nodes for run in node.get("strips", ())}
+        entries = [(name, f"{name}: {MEANING[name]}") for name in RESIDENCES if name in held]
         if any(node.get("active") for node in nodes):
             entries.append(("active", "active path"))
         entries += [(kind, f"{kind} snapshot") for kind in MARK_LETTERS if kind in kinds]
+        away = [place for place in AWAY if any(mark[2] == place for mark in marks)]
+        entries += [(f"mark-{place}", f"snapshot {MEANING[place]}") for place in away]
+        entries += [
+            (f"strip-{place}", "window rows" + (f" {MEANING[place]}" if place in AWAY else ""))
+            for place in RESIDENCES
+            if place in strips
+        ]
         x = float(PAD)
         for key, text in entries:
-            wide = 27 + 6.6 * len(text)
+            flag = key.startswith("mark-") or key in MARK_LETTERS
+            lead = 16 if flag else 27
+            wide = lead + 6.2 * len(text)
             if x > PAD and x + wide > self.width - PAD:
                 x, y = float(PAD), y + 18
             if key in RESIDENCES:
@@ -175,9 +216,13 @@ class Picture(Drawing):
                 box = self.rect(x + 1, y - 9, 20, 11, "none", rx=2)
                 box.set("stroke", self.colours["active"])
                 box.set("stroke-width", "2")
+            elif key.startswith("strip-"):
+                self._strip(x, y - 7, 22, key.removeprefix("strip-"))
+            elif key.startswith("mark-"):
+                self._mark(x + 11, y - 9, 11, "", key.removeprefix("mark-"))
             else:
-                self._mark(x + 22, y - 9, 11, key)
-            self.text(x + 27, y, text, self.colours["muted"])
+                self._mark(x + 11, y - 9, 11, key, "device")
+            self.text(x + lead, y, text, self.colours["muted"])
             x += wide + 12
         return y
 

@@ -15,12 +15,24 @@ from rich.cells import cell_len
 from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
-    from mlx_jupyter.cache.view import NodeView, PageView, TreeView
+    from mlx_jupyter.cache.view import NodeView, PageView, StripView, TreeView
 
 LABEL_CHARS = 200
 TAIL_CHARS = 60
 EMPTY = "Nothing is cached yet. Run a %%llm cell, then look again."
 RESIDENCES = ("live", "device", "host", "disk", "gone")
+MEANING = {
+    "live": "in the model's cache",
+    "device": "stored on the device",
+    "host": "stored in host memory",
+    "disk": "stored on disk",
+    "gone": "to be recomputed",
+}
+"""The same words as in ``js/src/lib/model.ts``."""
+
+AWAY = ("host", "disk")
+"""Where something lies that is read before it is used."""
+PLACE = {"host": "on the host", "disk": "on disk"}
 
 _NAMED = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 # Controls, invisible formatting that can reorder or hide text, lone surrogates, non-characters.
@@ -50,6 +62,7 @@ class NodeJson(TypedDict):
     text: str
     tail: NotRequired[str]
     runs: list[Run]
+    strips: NotRequired[list[Run]]
     marks: NotRequired[list[Mark]]
     uses: int
     used: int
@@ -111,6 +124,8 @@ def _node_json(node: NodeView, parent: int) -> NodeJson:
     )
     if len(node.text) > LABEL_CHARS:
         made["tail"] = "…" + visible(node.text[-TAIL_CHARS:])
+    if node.strips:
+        made["strips"] = page_runs(node.strips)
     if node.marks:
         made["marks"] = [(m.at, m.kind, m.residence, m.nbytes) for m in node.marks]
     if node.owners:
@@ -120,8 +135,8 @@ def _node_json(node: NodeView, parent: int) -> NodeJson:
     return made
 
 
-def page_runs(pages: tuple[PageView, ...]) -> list[Run]:
-    """Neighbouring pages of one residence joined, their bytes added."""
+def page_runs(pages: tuple[PageView, ...] | tuple[StripView, ...]) -> list[Run]:
+    """Neighbouring pages or strips of one residence joined, their bytes added."""
     runs: list[Run] = []
     for page in pages:
         if runs and runs[-1][2] == page.residence and runs[-1][1] == page.start:
@@ -185,8 +200,9 @@ def held_tokens(node: NodeJson) -> int:
 
 
 def node_bytes(node: NodeJson) -> int:
-    """Bytes of its own that the node's pages and snapshots hold."""
-    return sum(run[3] for run in node["runs"]) + sum(mark[3] for mark in node.get("marks", ()))
+    """Bytes of its own that the node's pages, window rows and snapshots hold."""
+    things = (*node["runs"], *node.get("strips", ()), *node.get("marks", ()))
+    return sum(thing[3] for thing in things)
 
 
 def leaf_count(tree: TreeJson) -> int:
@@ -205,7 +221,15 @@ def summary(tree: TreeJson) -> str:
     tokens = f"{total:,} tokens" if held == total else f"{held:,} of {total:,} tokens held"
     used = human_bytes(tree["live_bytes"] + tree["stored_bytes"])
     of = f" of {human_bytes(tree['budget'])}" if tree["budget"] else ""
+    away = [f"{n:,} {PLACE[place]}" for place in AWAY if (n := tokens_at(tree, place))]
+    tokens += f" ({', '.join(away)})" if away else ""
     return f"{tokens} · {counted(leaf_count(tree), 'branch', 'branches')} · {used}{of}"
+
+
+def tokens_at(tree: TreeJson, place: str) -> int:
+    """Tokens whose rows are in one place."""
+    runs = (run for node in tree["nodes"] for run in node["runs"])
+    return sum(end - start for start, end, residence, _ in runs if residence == place)
 
 
 def alt_text(tree: TreeJson) -> str:
