@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+A_WHILE = 0.3
+"""Seconds after which progress is told."""
+
 MAX_PATH = 4_000_000
 """Ids of the longest conversation."""
 
@@ -78,8 +81,14 @@ class Errand(TicketJob):
         return self.ticket.cancelled
 
     def told(self, text: str) -> Callable[[int, int], None]:
-        """Reports how much of something is done."""
-        return lambda done, total: self.ticket.emit(Loading(text, done, total))
+        """Reports how much of something is done, once it takes a while."""
+        began = self.shop.clock()
+
+        def tell(done: int, total: int) -> None:
+            if self.shop.clock() - began > A_WHILE:
+                self.ticket.emit(Loading(text, done, total))
+
+        return tell
 
     def _partial(self) -> Answer:
         return self.ticket.partial()
@@ -273,7 +282,8 @@ def _restore(
     private: bool,
 ) -> Restored:
     shop = errand.shop
-    file.verify(errand.told(f"Reading {path.name}"), errand.stopped)
+    what = f"@{name}" if name is not None else path.name
+    file.verify(errand.told(f"Reading {what}"), errand.stopped)
     ids = _ids(file)
     saved = parsed(file.meta.get("conversation", ""), tuple(ids.tolist()))
     saved = replace(saved, name=name or saved.name)
