@@ -1,8 +1,9 @@
 """Take the pictures in docs/screenshots: the executed quickstart in JupyterLab, light and dark.
 
-usage: python docs/screenshots.py        (or ./run screenshots)
+usage: python docs/screenshots.py [PICTURE...]        (or ./run screenshots)
 
-The notebook is run for real in the browser, so the pictures show live widgets.
+The notebook is run for real in the browser, so the pictures show live widgets. With names, such as
+``pages``, only those pictures are taken.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 VIEWS = {"answers": "question-1", "conversation": "conversation-about", "tree": "tree-about"}
 """Picture: the id of the cell at its top."""
 
+PAGES = {"pages": 1280, "pages-narrow": 820}
+"""Picture of the pages widget: the window's width."""
+
 
 def main() -> None:
     """Run the notebook once and photograph it in both themes."""
+    wanted = set(sys.argv[1:]) or {*VIEWS, *PAGES}
     from playwright.sync_api import sync_playwright
 
     chromium = os.environ.get("MLX_JUPYTER_CHROMIUM") or shutil.which("chromium")
@@ -57,10 +62,32 @@ def main() -> None:
             for theme, name in THEMES.items():
                 set_theme(page, name)
                 for view, cell_id in VIEWS.items():
-                    photograph(notebook, places[cell_id], PICTURES / f"{view}-{theme}.png")
+                    if view in wanted:
+                        photograph(notebook, places[cell_id], PICTURES / f"{view}-{theme}.png")
+            if wanted & {*PAGES}:
+                pages(notebook, wanted)
         finally:
             browser.close()
             server.close()
+
+
+def pages(notebook: Notebook, wanted: set[str]) -> None:
+    """Photograph the pages widget, with a smaller budget to try, in both themes and two widths."""
+    page = notebook.page
+    place = notebook.insert("%llm pages")
+    notebook.run(place)
+    slider = page.get_by_test_id("pages-budget")
+    slider.focus()
+    while not page.get_by_test_id("pages-going").count():
+        for _ in range(5):
+            slider.press("ArrowLeft")
+        page.wait_for_timeout(500)  # the slider settles, the kernel answers
+    for theme, name in THEMES.items():
+        set_theme(page, name)
+        for view, width in PAGES.items():
+            if view in wanted:
+                page.set_viewport_size({"width": width, "height": 900})
+                photograph(notebook, place, PICTURES / f"{view}-{theme}.png")
 
 
 def tidy(page: Page) -> None:

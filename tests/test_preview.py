@@ -3,9 +3,14 @@
 import random
 import threading
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from fakes import FakeModel, fake_engine, letters
+from mlx_jupyter.cache.prefix_cache import PrefixCache
+from mlx_jupyter.cache.preview import preview
+from mlx_jupyter.cache.store import Store
 from mlx_jupyter.engine.history import History
 from mlx_jupyter.engine.status import MemoryUse
 from mlx_jupyter.errors import BadRequest, EngineClosed
@@ -121,11 +126,11 @@ def test_watchers_are_told_of_each_change_until_they_stop(engine):
     engine.generate(tokens=letters(20), max_tokens=1)
     engine.evict()
     assert seen == sorted(set(seen))
-    assert len(seen) == 2
+    assert len(seen) == 3  # what was read in is in place, the request's end, the eviction
     stop()
     stop()
     engine.clear()
-    assert len(seen) == 2
+    assert len(seen) == 3
 
 
 def test_a_watcher_that_fails_harms_no_request(engine, caplog):
@@ -167,3 +172,25 @@ def test_after_the_end_there_is_no_preview(engine):
     engine.close()
     with pytest.raises(EngineClosed):
         engine.preview(0)
+
+
+def test_what_has_a_file_stays_on_disk(tmp_path):
+    store = Store(tmp_path / "pages", budget=1 << 30)
+    model = FakeModel()
+    cache = PrefixCache(model.make_cache, budget=1 << 30, shelf=store.shelf("fake"))
+    for seed in range(2):
+        with cache.open(np.array(letters(300, seed))) as session:
+            model(mx.array([letters(300, seed)]), cache=session.layers)
+            session.advance(letters(300, seed))
+    cache.tiers.save_all(lambda: False)
+    assert store.flush()
+    cache.tiers.note()
+    told = preview(cache, 0)
+    assert {each.to for each in told.leaving} == {"disk"}
+    before = cache.view()
+    cache.budget = 0
+    cache.fit_live()
+    cache.enforce()
+    after = {key: where for key, where in residences(cache.view()).items() if where != "gone"}
+    assert after == predicted(before, told)
+    store.close()

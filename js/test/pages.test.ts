@@ -175,8 +175,12 @@ describe("memory over time", () => {
       { name: "budget", nbytes: 50, at: 60, inside: true },
       { name: "limit", nbytes: 1000, at: 1000, inside: false },
     ]);
-    expect(near.most).toBe(60);
-    expect(fitted([], 0)).toEqual({ most: 1, lines: [] });
+    expect([near.base, near.most]).toEqual([0, 60]);
+    expect(fitted([], 0)).toEqual({ base: 0, most: 1, lines: [] });
+    expect(fitted([[0, 9, 0, 0, 0, 0, 0]], 0)).toMatchObject({ base: 0, most: 9 });
+    const heavy = fitted([sample(1000, 0), sample(1000, 94)], 100);
+    expect(heavy.base).toBe(950);
+    expect(heavy.lines.map((line) => line.inside)).toEqual([true, true]);
   });
 
   it("is told as text too", async () => {
@@ -213,18 +217,13 @@ describe("the budget", () => {
 
   it("says what would go", () => {
     expect(told(preview, 256)).toBe(
-      "3 pages, 1 strip of window rows and 1 snapshot would go and free 8.00 MB. " +
-        "Of the pages 2 stay on disk, 1 would have to be computed again. " +
+      "3 pages, 1 strip of window rows and 1 snapshot would go, 8.00 MB would be free. " +
+        "Pages: 2 still on disk and 1 to be computed again. " +
         "1.00 MB would stay: what is pinned isn't given up.",
     );
     expect(told({ ...preview, leaving: [], budget: 2e6 }, 256)).toBe("Nothing would go.");
-    const gone = { ...preview, budget: 1e7, leaving: preview.leaving.slice(1, 2) };
-    expect(told(gone, 256)).toBe(
-      "1 page would go and free 8.00 MB: they would have to be computed again.".replace(
-        "they",
-        "it",
-      ),
-    );
+    const gone = { ...preview, budget: 1e7, leaving: preview.leaving.slice(2, 3) };
+    expect(told(gone, 256)).toBe("1 strip of window rows would go, 8.00 MB would be free.");
   });
 
   it("is previewed while it moves and applied with Enter", async () => {

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 from mlx_jupyter.cache import retention
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.pages import Mark, Page
-from mlx_jupyter.cache.tiers import WORTH
 from mlx_jupyter.cache.trie import PAGE
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ class Leaving:
         start: position of its first token.
         end: one past its last; a snapshot has ``start == end``.
         nbytes: what it takes now; 0 for rows of the live cache.
-        to: where it would be then: "disk", "gone", or "device" for pinned rows that leave the
-            live cache.
+        to: where it would be then: "host", "disk", "gone", or "device" for pinned rows that leave
+            the live cache.
     """
 
     node: int
@@ -101,26 +100,25 @@ def preview(cache: PrefixCache, budget: int) -> Preview:
 
 
 def _leaving(cache: PrefixCache, thing: Thing, node: PathNode, *, useless: bool) -> Leaving:
-    rates = cache.rates
-    saved = (
-        cache.tiers.shelf is not None
-        and not useless
-        and node.end >= WORTH
-        and (not rates.prefill or rates.read < rates.prefill)
-    )
+    to = _elsewhere(thing)
+    if to == "gone" and not useless:
+        to = cache.tiers.refuge(node)
     if isinstance(thing, Mark):
-        to: Residence = "disk" if thing.entry or saved else "gone"
         return Leaving(node.id, "state", thing.at, thing.at, thing.nbytes, to)
-    to = "disk" if thing.twin or saved else "gone"
     kind: Kind = "rows" if isinstance(thing, Page) else "window"
     return Leaving(node.id, kind, thing.start, thing.end, thing.nbytes, to)
 
 
+def _elsewhere(thing: Thing) -> Residence:
+    """Where a thing is besides the device."""
+    if thing.host is not None:
+        return "host"
+    return "disk" if (thing.entry if isinstance(thing, Mark) else thing.twin) else "gone"
+
+
 def _after_live(page: Page, pin: int, keep: int) -> Residence:
     """Where the rows of the live cache would be that go when it is cut, or let go of."""
-    if not keep and page.start < pin:
-        return "device"
-    return "disk" if page.twin else "gone"
+    return "device" if not keep and page.start < pin else _elsewhere(page)
 
 
 def _spare_bytes(cache: PrefixCache) -> int:

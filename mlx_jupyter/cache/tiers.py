@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
     from mlx_jupyter.cache.store_listing import Entry
     from mlx_jupyter.cache.store_shelf import Shelf
+    from mlx_jupyter.cache.view import Residence
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +230,15 @@ class Tiers:
             unkept = [(thing, node) for thing, node in unkept if not self._to_host(thing)]
             self._fit_host()
         self._keep_on_shelf(unkept, worth=worth)
+
+    def refuge(self, node: PathNode) -> Residence:
+        """Where something of a node that is only on the device would probably be kept."""
+        rates = self._cache.rates
+        if rates.prefill and rates.read >= rates.prefill:
+            return "gone"
+        if self._host_budget and not self._cache.exact:
+            return "host"
+        return "disk" if self.shelf is not None and node.end >= WORTH else "gone"
 
     def _to_host(self, thing: Thing) -> bool:
         """Copy a thing into the host's memory; whether it is there."""

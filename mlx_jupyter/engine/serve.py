@@ -191,6 +191,7 @@ class Serve(TicketJob):
                 label=label,
                 cancelled=self._cancelled,
             ) as session:
+                shop.publish_watched(loaded)
                 run(session)
         finally:
             if shop.trace is not None:

@@ -209,6 +209,7 @@ class Workshop:
                 name=loaded.info.name,
                 clock=self.clock,
                 shelf=self.storage.shelf(loaded),
+                host_budget=memory.default_host_bytes(),
             )
         self.publish(loaded)
 
@@ -240,6 +241,11 @@ class Workshop:
                 told()
         except Exception:  # no request fails because somebody looks on
             log.warning("a change couldn't be told", exc_info=True)
+
+    def publish_watched(self, changed: LoadedModel) -> None:
+        """Publish in the middle of a request, if anybody looks: what it reads in has moved."""
+        if self._watchers:
+            self.publish(changed)
 
     def memory_use(self, measured: memory.Memory) -> MemoryUse:
         """Bytes in use, as last published and as measured just now. From any thread."""

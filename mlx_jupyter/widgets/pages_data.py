@@ -225,8 +225,9 @@ class Group:
         if len(self.owners) == 1:
             return self.owners[0]
         named = ", ".join(self.owners[:NAMED])
-        more = len(self.owners) - NAMED
-        return f"shared by {named}" + (f" and {more} more" if more > 0 else "")
+        if len(self.owners) <= NAMED:
+            return f"shared by {named}"
+        return f"shared by {len(self.owners)}: {named} …"
 
     def tokens(self) -> dict[str, int]:
         """Tokens by residence, without zeros."""

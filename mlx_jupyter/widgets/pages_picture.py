@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -22,9 +23,13 @@ PICTURE_GROUPS = 30
 PICTURE_CELLS = 600
 """Pages of one conversation that are drawn; of a longer one the beginning and how many more."""
 
+ALL_CELLS = 1500
+"""Pages that are drawn in all: the picture is part of a file that people save and send."""
+
 _CELL, _GAP, _SMALL = 12, 2, 8
 _TITLE, _FIGURES = 190, 120
 _CHART, _AXIS = 84, 64
+_CUT = 0.6  # of the scale that weights may take; what is below is cut off
 _ROW = 8  # between two conversations
 _CHAR = 6.3  # of the 11 px text
 
@@ -44,6 +49,7 @@ class PagesPicture(Drawing):
     def __init__(self, data: PagesJson, shade: Shade, width: int) -> None:
         super().__init__(data["alt"], shade, width)
         self.data = data
+        self._room = ALL_CELLS
 
     def draw(self) -> str:
         """The finished document."""
@@ -76,11 +82,15 @@ class PagesPicture(Drawing):
         most = max(stack[-1] for stack in stacks)
         weights, budget, limit = samples[-1][1], samples[-1][5], samples[-1][6]
         lines = [("budget", budget, weights + budget), ("limit", limit, limit)]
-        most = max([most, *(value for _, _, value in lines if value <= 2 * most)]) or 1
+        least = min(sample[1] for sample in samples)
+        cut = most > least > _CUT * most
+        base = max(0.0, least - (most - least) / 2) if cut else 0.0
+        reach = base + 3 * (most - base)
+        most = max([most, *(value for _, _, value in lines if value <= reach)]) or 1
         step = (right - left) / len(samples)
 
         def at(value: float) -> float:
-            return bottom - (bottom - top - 12) * value / most
+            return bottom - (bottom - top - 12) * max(0.0, value - base) / (most - base)
 
         below = [0.0] * len(samples)
         for i, (_, colour) in enumerate(BANDS):
@@ -94,29 +104,34 @@ class PagesPicture(Drawing):
             below = above
         self._rule(left, right, bottom, "line", "")
         self.text(PAD, top + 10, human_bytes(most), self.colours["muted"], size=10)
-        self.text(PAD, bottom, "0", self.colours["muted"], size=10)
+        self.text(PAD, bottom, human_bytes(base), self.colours["muted"], size=10)
         for name, nbytes, value in lines:
             if 0 < value <= most:
                 self._rule(left, right, at(value), "text", "4 3" if name == "budget" else "1 3")
                 told = f"{name} {human_bytes(nbytes)}"
                 self.text(right - _CHAR * len(told), at(value) - 3, told, self.colours["text"])
-        last, x = samples[-1], float(left)
-        for (name, colour), value in zip(BANDS, last[1:5], strict=True):
-            told = f"{name} {human_bytes(value)}"
-            self.rect(x, bottom + 9, 10, 10, f"url(#{colour})")
-            self.text(x + 14, bottom + 18, told, self.colours["muted"])
-            x += 14 + _CHAR * len(told) + 16
-        rest = [
-            f"{name} {human_bytes(nbytes)} (above the chart)"
+        last = samples[-1]
+        figures = [
+            (colour, f"{name} {human_bytes(value)}")
+            for (name, colour), value in zip(BANDS, last[1:5], strict=True)
+        ]
+        if self.data["memory"]["files"]:
+            figures.append(("", f"on disk {human_bytes(self.data['memory']['disk'])}"))
+        figures += [
+            ("", f"{name} {human_bytes(nbytes)} (above the chart)")
             for name, nbytes, value in lines
             if value > most
         ]
-        if self.data["memory"]["files"]:
-            rest.insert(0, f"on disk {human_bytes(self.data['memory']['disk'])}")
-        for told in rest:
-            self.text(x, bottom + 18, told, self.colours["muted"])
-            x += _CHAR * len(told) + 16
-        return bottom + 36
+        x, y = float(left), bottom + 18
+        for colour, told in figures:
+            wide = (14 if colour else 0) + _CHAR * len(told)
+            if x > left and x + wide > right:
+                x, y = float(left), y + 16
+            if colour:
+                self.rect(x, y - 9, 10, 10, f"url(#{colour})")
+            self.text(x + (14 if colour else 0), y, told, self.colours["muted"])
+            x += wide + 16
+        return y + 18
 
     def _rule(self, x0: float, x1: float, y: float, colour: str, dashes: str) -> None:
         made = ET.SubElement(
@@ -150,28 +165,35 @@ class PagesPicture(Drawing):
 
     def _cells(self, found: Sequence[Cell], top: float, size: int) -> float:
         left, right = PAD + _TITLE, self.width - PAD - _FIGURES
-        columns = max(1, int((right - left + _GAP) // (size + _GAP)))
-        for i, (_, _, residence, _) in enumerate(found[:PICTURE_CELLS]):
-            x = left + i % columns * (size + _GAP)
-            self._cell(x, top + i // columns * (size + _GAP), size, residence)
-        shown = min(len(found), PICTURE_CELLS)
-        bottom = top + -(-shown // columns) * (size + _GAP)
-        if len(found) > shown:
-            told = f"… and {len(found) - shown:,} more"
+        pitch = size + _GAP
+        columns = max(1, int((right - left + _GAP) // pitch))
+        shown = found[: max(0, min(PICTURE_CELLS, self._room))]
+        self._room -= len(shown)
+        for at in range(0, len(shown), columns):
+            x = left
+            for residence, run in groupby(shown[at : at + columns], key=lambda cell: cell[2]):
+                count = len(list(run))
+                self._run(x, top + at // columns * pitch, size, count, residence)
+                x += count * pitch
+        bottom = top + -(-len(shown) // columns) * pitch
+        if len(found) > len(shown):
+            told = f"… and {len(found) - len(shown):,} more"
             self.text(left, bottom + 10, told, self.colours["muted"])
             bottom += 14
-        return max(bottom, top + size + _GAP)
+        return max(bottom, top + pitch)
 
-    def _cell(self, x: float, y: float, size: int, residence: str) -> None:
+    def _run(self, x: float, y: float, size: int, count: int, residence: str) -> None:
+        """Neighbours of one residence as one path."""
+        side = size - 1
+        cell = f"h{side}v{side}h-{side}z"
+        path = f"M{px(x + 0.5)} {px(y + 0.5)}{cell}" + f"m{size + _GAP} 0{cell}" * (count - 1)
+        fills = ["none"] if residence == "gone" else [f"{residence}-tint", residence]
+        for fill in fills:
+            made = ET.SubElement(self.svg, "path", {"d": path})
+            made.set("fill", self.colours.get(fill, fill) if fill != residence else f"url(#{fill})")
+        made.set("stroke", self.colours[residence])
         if residence == "gone":
-            cell = self.rect(x + 0.5, y + 0.5, size - 1, size - 1, "none")
-            cell.set("stroke", self.colours["gone"])
-            cell.set("stroke-dasharray", "2 1")
-            return
-        self.rect(x, y, size, size, self.colours[f"{residence}-tint"])
-        self.rect(x, y, size, size, f"url(#{residence})")
-        frame = self.rect(x + 0.5, y + 0.5, size - 1, size - 1, "none")
-        frame.set("stroke", self.colours[residence])
+            made.set("stroke-dasharray", "2 1")
 
     def _legend(self, y: float) -> float:
         x = float(PAD)
@@ -180,7 +202,7 @@ class PagesPicture(Drawing):
             if name not in tokens:
                 continue
             told = f"{name}: {tokens[name]:,} tokens"
-            self._cell(x, y - 10, _CELL, name)
+            self._run(x, y - 10, _CELL, 1, name)
             self.text(x + 18, y, told, self.colours["muted"])
             x += 18 + _CHAR * len(told) + 16
         return y

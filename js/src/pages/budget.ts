@@ -5,6 +5,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { bytes, count, counted } from "../lib/format";
 import { html } from "../lib/html";
 import type { Json } from "../lib/live";
+import type { Residence } from "../lib/model";
 import { cut, type Pages, type Preview } from "./model";
 
 export const STEPS = 240;
@@ -40,37 +41,36 @@ export function told(preview: Preview, size: number): string {
   const beyond =
     after > budget ? ` ${bytes(after)} would stay: what is pinned isn't given up.` : "";
   if (!leaving.length) return `Nothing would go.${beyond}`;
-  const pages = { disk: 0, device: 0, gone: 0 };
-  let [strips, marks] = [0, 0];
+  const pages: Record<Residence, number> = { live: 0, device: 0, host: 0, disk: 0, gone: 0 };
+  let [all, strips, marks] = [0, 0, 0];
   for (const [edge, kind, start, end, nbytes, to] of leaving) {
     const n = cut(`${edge}`, kind, [start, end, to, nbytes], size).length;
     if (kind === "state") marks += 1;
     else if (kind === "window") strips += n;
-    else pages[to === "disk" || to === "device" ? to : "gone"] += n;
+    else {
+      pages[to] += n;
+      all += n;
+    }
   }
-  const all = pages.disk + pages.device + pages.gone;
   const parts = [
     all && counted(all, "page", "pages"),
     strips && counted(strips, "strip of window rows", "strips of window rows"),
     marks && counted(marks, "snapshot", "snapshots"),
-  ].filter(Boolean);
+  ].filter(Boolean) as string[];
   const freed = bytes(Math.max(0, preview.before - after));
-  const fates = [
-    [pages.disk, "on disk they stay", "stay on disk"],
-    [
-      pages.device,
-      "pinned, they leave the live cache only",
-      "are pinned and leave the live cache only",
-    ],
-    [pages.gone, "they would have to be computed again", "would have to be computed again"],
-  ].filter(([n]) => n) as [number, string, string][];
-  const alone = fates.length === 1 && fates[0];
-  const it = all + strips + marks === 1;
-  const fate = alone
-    ? `: ${it ? alone[1].replace("they", "it") : alone[1]}`
-    : fates.map(([n, , text]) => ` ${count(n)} ${text}`).join(",");
-  return `${joined(parts as string[])} would go and free ${freed}${fate && !alone ? `. Of the pages${fate}` : fate}.${beyond}`;
+  const fates = (Object.keys(FATES) as Residence[])
+    .filter((where) => pages[where])
+    .map((where) => `${count(pages[where])} ${FATES[where]}`);
+  const fate = fates.length ? ` Pages: ${joined(fates)}.` : "";
+  return `${joined(parts)} would go, ${freed} would be free.${fate}${beyond}`;
 }
+
+const FATES: Partial<Record<Residence, string>> = {
+  device: "pinned, out of the live cache only",
+  host: "still in host memory",
+  disk: "still on disk",
+  gone: "to be computed again",
+};
 
 function joined(parts: readonly string[]): string {
   return [parts.slice(0, -1).join(", "), parts.at(-1)].filter(Boolean).join(" and ");
@@ -153,17 +153,17 @@ export function Budget({ pages, answer, ask, onPreview }: Props) {
 
   const text = bytes(value);
   return html`
-    <div class="mj-budget" role="group" aria-label="Budget of the cache" data-lm-suppress-shortcuts="true">
+    <div class="mj-budget" role="group" aria-label="Budget of the cache">
       <label>Budget
         <input type="range" min="0" max=${STEPS} step="1" value=${position(value, scale)}
-          data-testid="pages-budget" aria-valuetext=${text}
+          data-testid="pages-budget" data-lm-suppress-shortcuts="true" aria-valuetext=${text}
           title="Move to see what would go; Enter applies, Escape leaves it"
           onInput=${(event: Event) => want(bytesAt(Number((event.target as HTMLInputElement).value), scale))}
           onKeyDown=${onKeyDown} />
       </label>
       <output data-testid="pages-budget-value">${text}</output>
-      <button class="mj-button" data-testid="pages-apply" disabled=${wanted === null} onClick=${apply}>Apply</button>
-      <button class="mj-button" data-testid="pages-keep" disabled=${wanted === null}
+      <button class="mj-button" data-lm-suppress-shortcuts="true" data-testid="pages-apply" disabled=${wanted === null} onClick=${apply}>Apply</button>
+      <button class="mj-button" data-lm-suppress-shortcuts="true" data-testid="pages-keep" disabled=${wanted === null}
         onClick=${() => drop("")}>Keep ${bytes(pages.budget)}</button>
       <span class="mj-told" role="status" data-testid="pages-told">${
         slow ? "Waiting for the running request to end…" : said

@@ -3,7 +3,7 @@
 
 import { count, counted } from "../lib/format";
 import type { Residence } from "../lib/model";
-import { cellKey, cellsOf, type Edge, type Pages } from "./model";
+import { cellsOf, type Edge, type Pages } from "./model";
 
 /** Cells by key with where they were, of the edges that are there in both. */
 export function moved(old: Pages, now: Pages): Map<string, { was: Residence; is: Residence }> {
@@ -23,10 +23,10 @@ function compare(
   size: number,
   found: Map<string, { was: Residence; is: Residence }>,
 ): void {
-  const before = new Map(cellsOf(key, old, size).map((cell) => [cellKey(cell), cell.where]));
+  const before = new Map(cellsOf(key, old, size).map((cell) => [cell.key, cell.where]));
   for (const cell of cellsOf(key, now, size)) {
-    const was = before.get(cellKey(cell));
-    if (was && was !== cell.where) found.set(cellKey(cell), { was, is: cell.where });
+    const was = before.get(cell.key);
+    if (was && was !== cell.where) found.set(cell.key, { was, is: cell.where });
   }
 }
 

@@ -6,6 +6,7 @@ import { html } from "../lib/html";
 import type { Pages, Sample } from "./model";
 
 const HEIGHT = 104;
+const CUT = 0.6; // of the scale that weights may take
 const TOP = 16;
 const LEFT = 64;
 
@@ -26,6 +27,8 @@ export interface Line {
 }
 
 export interface Scale {
+  /** Bytes at the lower end: weights that would leave the rest no room are cut off. */
+  readonly base: number;
   readonly most: number;
   readonly lines: readonly Line[];
 }
@@ -43,13 +46,15 @@ export function stacked(sample: Sample): number[] {
 export function fitted(samples: readonly Sample[], budget: number): Scale {
   const top = Math.max(1, ...samples.map((sample) => stacked(sample).at(-1) as number));
   const last = samples.at(-1);
+  const least = samples.length ? Math.min(...samples.map((sample) => sample[1])) : 0;
+  const base = top > least && least > CUT * top ? Math.max(0, least - (top - least) / 2) : 0;
   const lines: Line[] = [];
   const add = (name: Line["name"], nbytes: number, at: number) => {
-    if (nbytes > 0) lines.push({ name, nbytes, at, inside: at <= 2 * top });
+    if (nbytes > 0) lines.push({ name, nbytes, at, inside: at - base <= 3 * (top - base) });
   };
   add("budget", budget, (last?.[1] ?? 0) + budget);
   add("limit", last?.[6] ?? 0, last?.[6] ?? 0);
-  return { most: Math.max(top, ...lines.filter((l) => l.inside).map((l) => l.at)), lines };
+  return { base, most: Math.max(top, ...lines.filter((l) => l.inside).map((l) => l.at)), lines };
 }
 
 /** A flight of steps through the heights, from the left, or as the way back. */
@@ -81,7 +86,8 @@ export function Chart({
   ]);
   const scale = fitted(samples, budget);
   const right = Math.max(LEFT + 40, width);
-  const y = (value: number) => HEIGHT - ((HEIGHT - TOP) * value) / scale.most;
+  const y = (value: number) =>
+    HEIGHT - ((HEIGHT - TOP) * Math.max(0, value - scale.base)) / (scale.most - scale.base);
   const x = (i: number) => LEFT + ((right - LEFT) * i) / Math.max(1, samples.length);
   const edges = samples.map(stacked);
   const label = [
@@ -119,7 +125,7 @@ export function Chart({
         })}
         <path d=${`M${LEFT} ${HEIGHT + 0.5}H${right}`} style="stroke: var(--mj-line)" />
         <text x=${LEFT - 6} y=${y(scale.most) + 4} class="mj-axis">${bytes(scale.most)}</text>
-        <text x=${LEFT - 6} y=${HEIGHT} class="mj-axis">0</text>
+        <text x=${LEFT - 6} y=${HEIGHT} class="mj-axis">${bytes(scale.base)}</text>
         ${scale.lines
           .filter((line) => line.inside)
           .map(

@@ -19,9 +19,10 @@ import {
   stretches,
   whereOf,
 } from "./layout";
-import { type Cell, cellKey, type Kind, type Pages, type Preview, tokensOf } from "./model";
+import { type Cell, type Kind, type Pages, type Preview, tokensOf } from "./model";
 
-const OVERSCAN = 120;
+const OVERSCAN = 240;
+const COARSE = 120; // pixels scrolled until rows are looked for again
 const KINDS: Record<Kind, string> = { rows: "pages", window: "window rows", state: "snapshots" };
 
 export interface Chosen {
@@ -54,16 +55,15 @@ export function Grid({ pages, sizes, moves, preview, id, onChoose }: Props) {
     const el = scroller.current;
     if (!el) return;
     const height = el.clientHeight || 480;
-    setView((old) =>
-      old.top === el.scrollTop && old.height === height ? old : { top: el.scrollTop, height },
-    );
+    const top = Math.floor(el.scrollTop / COARSE) * COARSE;
+    setView((old) => (old.top === top && old.height === height ? old : { top, height }));
   };
   useLayoutEffect(measure, [grid]);
 
   const pick = (to: Place | null) => {
     const row = to && grid.rows[to.row];
     const cell = row?.cells[to?.column ?? -1];
-    choose(cell ? cellKey(cell) : null);
+    choose(cell ? cell.key : null);
     onChoose(row && cell ? { cell, group: row.group } : null);
     if (row && scroller.current) reveal(scroller.current, row);
   };
@@ -103,6 +103,18 @@ export function Grid({ pages, sizes, moves, preview, id, onChoose }: Props) {
     if (area) area.title = row ? told(row.cells[to.column] as Cell, row.group) : "";
   };
 
+  // Rows that are drawn already are given to preact as they are: then it doesn't look into them.
+  const drawn = useMemo(() => new Map<number, unknown>(), [grid, moves, going, sizes.figures]);
+  const line = ({ row, at }: { row: Row; at: number }) => {
+    const column = place?.row === at ? place.column : null;
+    const before = column === null ? drawn.get(at) : undefined;
+    if (before) return before;
+    const made = html`<${Line} key=${(row.cells[0] as Cell).key} row=${row} at=${at} names=${names}
+      width=${width} figures=${sizes.figures} moves=${moves} going=${going} id=${id} column=${column} />`;
+    if (column === null) drawn.set(at, made);
+    return made;
+  };
+
   const [first, end] = inSight(grid, view.top - OVERSCAN, view.top + view.height + OVERSCAN);
   const shown = grid.rows.slice(first, end).map((row, i) => ({ row, at: first + i }));
   if (place && (place.row < first || place.row >= end)) {
@@ -116,14 +128,7 @@ export function Grid({ pages, sizes, moves, preview, id, onChoose }: Props) {
         aria-activedescendant=${place ? `${id}at` : undefined}
         onKeyDown=${onKeyDown} onClick=${onClick} onMouseMove=${onMove}
         style=${{ height: `${grid.height}px` }}>
-        ${shown.map(
-          ({
-            row,
-            at,
-          }) => html`<${Line} key=${cellKey(row.cells[0] as Cell)} row=${row} at=${at} names=${names}
-            width=${width} figures=${sizes.figures} moves=${moves} going=${going} id=${id}
-            column=${place?.row === at ? place.column : null} />`,
-        )}
+        ${shown.map(line)}
       </div>
     </div>
   `;
@@ -167,7 +172,7 @@ function Line({ row, at, names, width, figures, moves, going, id, column }: Line
           }) => html`<i key=${`w${from}`} class=${`mj-tiles mj-t-${value}`}
             data-testid="pages-run" data-where=${value} data-count=${n} style=${box(from, n)} />`,
         )}
-        ${stretches(cells, (cell) => moves.get(cellKey(cell))?.was).map(
+        ${stretches(cells, (cell) => moves.get(cell.key)?.was).map(
           ({
             at: from,
             count: n,
@@ -236,7 +241,7 @@ function leavingCells(preview: Preview | null): (cell: Cell) => string | undefin
 
 function find(grid: Laid, key: string): Place | null {
   for (const [row, { cells }] of grid.rows.entries()) {
-    const column = cells.findIndex((cell) => cellKey(cell) === key);
+    const column = cells.findIndex((cell) => cell.key === key);
     if (column >= 0) return { row, column };
   }
   return null;

@@ -53,8 +53,8 @@ function union(first: readonly string[], second: readonly string[]): readonly st
 function title(owners: readonly string[]): string {
   if (!owners.length) return "left over";
   if (owners.length === 1) return owners[0] as string;
-  const more = owners.length - NAMED;
-  return `shared by ${owners.slice(0, NAMED).join(", ")}${more > 0 ? ` and ${more} more` : ""}`;
+  const named = owners.slice(0, NAMED).join(", ");
+  return owners.length <= NAMED ? `shared by ${named}` : `shared by ${owners.length}: ${named} …`;
 }
 
 /** The edges' ids, parents before children, siblings by age. */

@@ -22,7 +22,7 @@ export interface Sizes {
 /** The columns for a width in pixels. */
 export function sizes(width: number): Sizes {
   const names = width >= 1000 ? 220 : width >= 520 ? 150 : 0;
-  const figures = width >= 640 ? 140 : 0;
+  const figures = width >= 640 ? 165 : 0;
   return { names, figures, cells: Math.max(LEAST * PITCH.rows, width - names - figures) };
 }
 

@@ -56,6 +56,8 @@ export type Kind = "rows" | "window" | "state";
 
 /** One page, strip of window rows, or snapshot (then `start` is `end`, and `mark` says why). */
 export interface Cell {
+  /** Names it for as long as it is there. */
+  readonly key: string;
   readonly edge: string;
   readonly kind: Kind;
   readonly start: number;
@@ -76,11 +78,6 @@ export interface Preview {
   readonly leaving: readonly Leaving[];
 }
 
-/** Names a cell for as long as it is there. */
-export function cellKey(cell: Cell): string {
-  return `${cell.edge}${cell.kind}${cell.start}`;
-}
-
 /** The pages or strips of a run: they end at multiples of the page size. */
 export function cut(edge: string, kind: Kind, run: Run, size: number): Cell[] {
   const [start, end, where, nbytes] = run;
@@ -88,19 +85,30 @@ export function cut(edge: string, kind: Kind, run: Run, size: number): Cell[] {
   for (let a = start; a < end; ) {
     const b = Math.min(end, (Math.floor(a / size) + 1) * size);
     const share = Math.round((nbytes * (b - a)) / (end - start));
-    cells.push({ edge, kind, start: a, end: b, where, nbytes: share });
+    cells.push({ key: `${edge}${kind}${a}`, edge, kind, start: a, end: b, where, nbytes: share });
     a = b;
   }
   return cells;
 }
 
-/** Everything that an edge holds: pages, strips, snapshots. */
-export function cellsOf(key: string, edge: Edge, size: number): Cell[] {
+const known = new WeakMap<Edge, readonly Cell[]>();
+
+/** Everything that an edge holds: pages, strips, snapshots. Edges that don't change stay objects. */
+export function cellsOf(key: string, edge: Edge, size: number): readonly Cell[] {
+  const before = known.get(edge);
+  if (before) return before;
+  const made = cutUp(key, edge, size);
+  known.set(edge, made);
+  return made;
+}
+
+function cutUp(key: string, edge: Edge, size: number): Cell[] {
   return [
     ...edge.runs.flatMap((run) => cut(key, "rows", run, size)),
     ...(edge.strips ?? []).flatMap((run) => cut(key, "window", run, size)),
     ...(edge.marks ?? []).map(
       ([at, mark, where, nbytes]): Cell => ({
+        key: `${key}state${at}`,
         edge: key,
         kind: "state",
         start: at,
