@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_jupyter import Conversation
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.request import Token
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
@@ -116,3 +122,31 @@ def test_an_interrupted_story_continues_from_what_was_computed(engine: Engine) -
     whole = engine.generate(question, max_tokens=8)
     assert whole.usage.prefilled == 1
     assert whole.tokens[: len(partial.tokens)] == partial.tokens[:8]
+
+
+def test_a_kept_conversation_goes_on_in_another_kernel(
+    real_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_JUPYTER_HOME", str(tmp_path / "home"))
+    how = {"max_tokens": 8, "temperature": 0}
+    with Engine() as first:
+        first.load(str(real_model_dir))
+        chat = Conversation(first, "demo", system=STORY)
+        chat.ask("What does he count?", **how)
+        chat.save()
+        receipt = chat.save(tmp_path / "lighthouse")
+        assert receipt.tokens > 200
+        wanted = chat.ask("And the gulls?", **how)
+    for path in (None, receipt.path):
+        with Engine() as second:
+            second.load(str(real_model_dir))
+            back = Conversation.restore(second, path, "demo")
+            answer = back.ask("And the gulls?", **how)
+            second.check()
+            assert answer.prompt_ids == wanted.prompt_ids
+            assert answer.usage == wanted.usage
+            assert answer.usage.cached == receipt.tokens
+            assert answer.tokens == wanted.tokens
+            assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5 * LOGIT_SCALE)
+            assert back.forget().memory > 0
+            assert second.tree().root.children == ()
