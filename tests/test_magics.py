@@ -271,6 +271,14 @@ def test_tree(run):
     assert report.view.live > 0
 
 
+def test_pages(run):
+    run("%llm @c --max 3 hello")
+    report = run("%llm pages")
+    assert "█ live" in repr(report)
+    assert "@c" in repr(report)
+    assert report._repr_mimebundle_()["text/html"].startswith("<img ")
+
+
 def test_reports_escape_what_others_wrote(run):
     run("%llm @c --max 2 <img src=x onerror=alert(1)> \x1b[31m")
     report = run("%llm log @c")
