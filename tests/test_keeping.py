@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from driver import Bench, new_cache, prompt, uncompiled
+from fake_tokenizer import chatml_tokenizer
 from fakes import VOCAB, FakeModel, fake_engine
 from mlx_jupyter import Conversation
 from mlx_jupyter.cache import bundle, export, luggage
@@ -27,17 +28,19 @@ from mlx_jupyter.conversation.conversation import turns_of
 from mlx_jupyter.conversation.saved import Malformed, Saved, SavedTurn, dumped, parsed
 from mlx_jupyter.conversation.turns import Call
 from mlx_jupyter.engine import spot_check
+from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.private import names, place
 from mlx_jupyter.engine.thread import EngineThread
-from mlx_jupyter.errors import BadRequest, Cancelled
+from mlx_jupyter.engine.workshop import Workshop
+from mlx_jupyter.errors import BadRequest, Cancelled, ModelNotFound
 from mlx_jupyter.models.pool import ModelPool
+from mlx_jupyter.models.sources import DEFAULT_MODEL
 from tiny_models import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.keeping import Restored
 
 __all__ = ["uncompiled"]
@@ -275,12 +278,14 @@ def test_a_cell_replaces_the_turn_that_it_made(kernel: Callable[..., Engine]) ->
 # --- lent ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lent(stored: Callable[..., Engine], tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(params=[("rows", "rows"), ("rows", "window"), ("window",)], ids="-".join)
+def lent(
+    stored: Callable[..., Engine], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
     """An engine where @demo came from outside; its store has nothing."""
-    with stored() as engine:
+    with stored(request.param) as engine:
         talk(engine).save(tmp_path / "mine")
-    with stored() as engine:
+    with stored(request.param) as engine:
         engine.clear_store()
         assert restore(engine, "demo", tmp_path / "mine").lent
         yield engine
@@ -317,7 +322,10 @@ def test_nothing_lent_reaches_the_store(lent: Engine) -> None:
     lent.generate("Something else. " * 30, **HOW)
     lent.evict()
     assert lent.settle_store(timeout=30)
-    assert {p.residence for n in lent.tree().nodes() for p in n.pages if p.lent} <= {"gone"}
+    lost = [p for n in lent.tree().nodes() for p in n.pages if p.lent]
+    assert lost
+    assert not sum(page.nbytes for page in lost)
+    assert "disk" not in {page.residence for page in lost}
     lent.check()
 
 
@@ -330,6 +338,33 @@ def test_a_dropped_name_takes_its_loan_along(lent: Engine) -> None:
 
 
 # --- not used -----------------------------------------------------------------------------------
+
+
+def test_the_model_that_a_prompt_would_load_is_loaded(
+    kernel: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never one that the file names."""
+    with kernel() as engine:
+        receipt = talk(engine).save()
+    asked = []
+
+    def load(self: Workshop, name: str, *_: Any) -> Any:
+        asked.append(name)
+        if len(asked) == 1:
+            raise ModelNotFound(name, ["nothing"])
+        self.adopt(FakeModel(), chatml_tokenizer())
+        return self.find(None)
+
+    monkeypatch.setattr(Workshop, "load", load)
+    with Engine() as engine:
+        found = restore(engine, "demo")
+        assert (found.turns, found.cached) == (2, 0)
+        assert "isn't loaded" in found.why
+        turns_of(engine).drop("demo")
+        ticket = keeping.restore(engine, "demo", None, "mine")
+        assert keeping.wait(ticket, "").cached == receipt.tokens
+        assert asked == [DEFAULT_MODEL, "mine"]
+        engine.check()
 
 
 def test_another_model_gets_the_turns_alone(
