@@ -113,22 +113,32 @@ def fit_live(cache: PrefixCache) -> None:
     if cache.nbytes() <= cache.budget:
         return
     live.shrink()
-    room, pin = cache.budget - _pinned_bytes(cache), _pinned_live(cache)
-    if live.nbytes() <= room or pin == live.offset:
+    keep = live_that_fits(cache, cache.budget, live.nbytes())
+    if keep == live.offset:
         return
-    row_bytes = live.row_bytes()
-    fits = max(room // row_bytes // PAGE * PAGE, pin) if row_bytes else 0
-    if fits > 0 and not cache.needs.stateful and not cache.needs.windows:
-        _cut_live(cache, fits)
+    if keep:
+        _cut_live(cache, keep)
     else:
         log.debug("live cache of %d bytes is over the budget: let go", live.nbytes())
         let_live_go(cache)
     prune(cache)
 
 
+def live_that_fits(cache: PrefixCache, budget: int, nbytes: int) -> int:
+    """How many tokens of the live cache may stay, which takes ``nbytes``; 0: it has to go."""
+    live = cache.live
+    room, pin = budget - _pinned_bytes(cache), pinned_live(cache)
+    if nbytes <= room or pin == live.offset:
+        return live.offset
+    row_bytes = live.row_bytes()
+    if not row_bytes or cache.needs.stateful or cache.needs.windows:
+        return 0
+    return min(max(room // row_bytes // PAGE * PAGE, pin, 0), live.offset)
+
+
 def let_live_go(cache: PrefixCache) -> None:
     """Between requests: forget the live cache; what is pinned of it is stored first."""
-    pin = _pinned_live(cache)
+    pin = pinned_live(cache)
     if pin:
         keep_windows(cache)
     path = cache.live_path()
@@ -156,7 +166,7 @@ def _cut_live(cache: PrefixCache, keep: int) -> None:
     cache.live.shrink()
 
 
-def _pinned_live(cache: PrefixCache) -> int:
+def pinned_live(cache: PrefixCache) -> int:
     """How far into the live cache a pinned path leads."""
     live = {id(node): node.end for node in cache.live_path()}
     ends = [

@@ -1,6 +1,6 @@
 """What another budget would cost: the policy run over the description, and nothing moved.
 
-It follows what a cache does when its budget changes: spare rows of the live cache
+It follows what a cache does when its budget changes (``making_room``): spare rows of the live cache
 go first, then the end of the live cache where that alone is too large, then what the policy finds
 least worth its bytes. Whether something that has no file yet will have one by then is a guess.
 
@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from mlx_jupyter.cache import retention
+from mlx_jupyter.cache import making_room, retention
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.pages import Mark, Page
-from mlx_jupyter.cache.trie import PAGE
 
 if TYPE_CHECKING:
     from mlx_jupyter.cache.pages import Strip
@@ -75,14 +74,16 @@ def preview(cache: PrefixCache, budget: int) -> Preview:
         return Preview(budget, (), before, before)
     described, things = items(cache, {})
     live_bytes = live.nbytes() - _spare_bytes(cache)
-    pin = _pinned_live(cache)
-    keep = _live_that_fits(cache, budget - _pinned_bytes(cache, described), live_bytes, pin)
-    path = cache.path_to(live.id_array())
+    pin = making_room.pinned_live(cache)
+    keep = making_room.live_that_fits(cache, budget, live_bytes)
+    path = cache.live_path()
     going: list[Leaving] = []
     stored = cache.stored_bytes()
     if keep < live.offset:
         going = [
-            Leaving(node.id, "rows", page.start, page.end, 0, _after_live(page, pin, keep))
+            Leaving(
+                node.id, "rows", page.start, page.end, 0, _after_live(cache, page, node, pin, keep)
+            )
             for node in path
             for page in node.pages
             if page.residence == "live" and page.end > keep
@@ -116,9 +117,12 @@ def _elsewhere(thing: Thing) -> Residence:
     return "disk" if (thing.entry if isinstance(thing, Mark) else thing.twin) else "gone"
 
 
-def _after_live(page: Page, pin: int, keep: int) -> Residence:
+def _after_live(cache: PrefixCache, page: Page, node: PathNode, pin: int, keep: int) -> Residence:
     """Where the rows of the live cache would be that go when it is cut, or let go of."""
-    return "device" if not keep and page.start < pin else _elsewhere(page)
+    if not keep and page.start < pin:
+        return "device"
+    to = _elsewhere(page)
+    return cache.tiers.refuge(node) if to == "gone" and not keep else to
 
 
 def _spare_bytes(cache: PrefixCache) -> int:
@@ -128,35 +132,6 @@ def _spare_bytes(cache: PrefixCache) -> int:
         for layer in cache.live.leaves.rows
         if layer.capacity
     )
-
-
-def _live_that_fits(cache: PrefixCache, room: int, live_bytes: int, pin: int) -> int:
-    """How many tokens the live cache may keep within ``room`` bytes."""
-    live = cache.live
-    if live_bytes <= room or pin == live.offset:
-        return live.offset
-    row_bytes = live.row_bytes()
-    if not row_bytes or cache.needs.stateful or cache.needs.windows:
-        return 0
-    return min(max(room // row_bytes // PAGE * PAGE, pin, 0), live.offset)
-
-
-def _pinned_live(cache: PrefixCache) -> int:
-    """How far into the live cache a pinned path leads."""
-    live = {node.id: node.end for node in cache.path_to(cache.live.id_array())}
-    ends = [
-        min(at, max((live.get(n.id, 0) for n in node.path()), default=0))
-        for node in cache.trie.nodes()
-        for owner, at in node.owners.items()
-        if owner in cache.pins
-    ]
-    return min(max(ends, default=0), cache.live.offset)
-
-
-def _pinned_bytes(cache: PrefixCache, described: list[Item]) -> int:
-    """Bytes outside the live cache that stay whatever happens."""
-    chosen = set(retention.choose(described, 1 << 62, cache.requests))
-    return cache.stored_bytes() - sum(i.nbytes for i in described if i.key in chosen)
 
 
 def _cut_off(
