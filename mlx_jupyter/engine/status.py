@@ -20,6 +20,7 @@ class MemoryUse:
         weights: of all loaded models.
         live: buffers of the live caches, spare rows included.
         stored: pages and snapshots outside them.
+        host: those in the host's memory, where that isn't the device's.
         budget: what live and stored may take together.
         active: all that MLX has allocated now.
         cache: MLX's cache of free buffers.
@@ -30,6 +31,7 @@ class MemoryUse:
     weights: int = 0
     live: int = 0
     stored: int = 0
+    host: int = 0
     budget: int = 0
     active: int = 0
     cache: int = 0
