@@ -11,7 +11,7 @@ import pytest
 
 from driver import ask, new_cache
 from fakes import FakeModel, cold
-from mlx_jupyter.cache import store_format
+from mlx_jupyter.cache import ghosts, store_format
 from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.errors import Interrupted
@@ -354,3 +354,20 @@ def test_what_may_go_on_is_read_ahead(store: Store, monkeypatch: pytest.MonkeyPa
     assert store.flush(10)
     starts = [int(name.split("-")[2]) for name in asked]
     assert starts == [256, 512, 768, 1024, 1280]
+
+
+def test_what_lies_on_disk_only_is_known_within_bounds(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ghosts, "AWAY_NODES", 3)
+    model = FakeModel()
+    cache = kernel(model, store)
+    for seed in range(8):
+        ask(cache, model, [seed, *prompt(300, seed)], 2)
+        save(cache)
+        assert store.flush(10)
+        cache.tiers.note()
+        cache.evict()
+        cache.check()
+    assert sum(1 for _ in cache.trie.nodes()) <= 4
+    assert ask(cache, model, [0, *prompt(300, 0)], 2).cached == 300

@@ -44,8 +44,9 @@ def write(
         False when these rows can't be copied as they are; nothing was done then.
     """
     rows = [_by_layer(source, start, end) for source in sources]
-    if not all(_fits(layer, like) for layer, like in zip(layers, rows[0], strict=True)):
-        return False
+    for source in rows:
+        if not all(_fits(layer, like) for layer, like in zip(layers, source, strict=True)):
+            return False
     for layer, like in zip(layers, rows[0], strict=True):
         _prepare(layer, like, max(end, total))
     at = start
