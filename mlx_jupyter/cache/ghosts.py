@@ -1,7 +1,7 @@
 """Paths that hold nothing in memory: known for a while, to explain a miss or to be read again.
 
 Of what was given up altogether a little is kept, to say later why it is computed again. Of what
-lies on disk more is kept: it would be found there again, but its owners and pins would be forgotten.
+lies on disk more is kept: it would be found there again, but without its owners and pins.
 """
 
 from __future__ import annotations
