@@ -21,7 +21,7 @@ blas.ensure()
 from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
-from mlx_jupyter.engine import keeping  # noqa: E402
+from mlx_jupyter.engine import keeping, removal  # noqa: E402
 from mlx_jupyter.engine.keeping import Errand, chosen  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
@@ -447,11 +447,11 @@ class Engine:
         gone: Sequence[tuple[str, Sequence[int]]],
         kept: Sequence[tuple[str, Sequence[int]]],
     ) -> Ticket:
-        """Queue removing all that is cached of a conversation (``keeping.forget``).
+        """Queue removing all that is cached of a conversation (``removal.forget``).
 
         Its events end with ``Kept`` with a ``Removed``, or ``Failed``.
         """
-        return self._errand(lambda errand: keeping.forget(errand, name, gone, kept))
+        return self._errand(lambda errand: removal.forget(errand, name, gone, kept))
 
     def _errand(self, work: Callable[[Errand], Any]) -> Ticket:
         return self._post(

@@ -1,4 +1,4 @@
-"""Conversations as files: written with what is cached of them, brought back, removed for good.
+"""Conversations as files: written with what is cached of them, and brought back.
 
 A file is one of two kinds. Without a place of the user's it goes to a private directory of the
 package, which nobody else may write to, and is believed as the page store is. One with a place may
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_jupyter.cache import bundle, export, forgetting, lending, luggage
+from mlx_jupyter.cache import bundle, export, lending, luggage
 from mlx_jupyter.cache.bundle import SUFFIX, Bundle, Foreign, Piece
-from mlx_jupyter.cache.forgetting import Removed
 from mlx_jupyter.cache.packing import Unpackable
 from mlx_jupyter.cache.store_format import Damaged, Stopped
 from mlx_jupyter.cache.trie import common_prefix
@@ -37,7 +36,7 @@ from mlx_jupyter.models.template import render
 from mlx_jupyter.models.tensors import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     from mlx_jupyter.cache.prefix_cache import PrefixCache
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.conversation.saved import Saved
     from mlx_jupyter.engine.workshop import Workshop
     from mlx_jupyter.models.pool import LoadedModel
-
-    Path_ = tuple[str, Sequence[int]]
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +281,7 @@ def _restore(
     shop = errand.shop
     what = f"@{name}" if name is not None else path.name
     file.verify(errand.told(f"Reading {what}"), errand.stopped)
-    ids = _ids(file)
+    ids = path_ids(file)
     saved = parsed(file.meta.get("conversation", ""), tuple(ids.tolist()))
     saved = replace(saved, name=name or saved.name)
     identity, description = file.meta.get("identity", ""), file.meta.get("pages", "")
@@ -324,7 +321,12 @@ def _restore(
     return replace(restored, cached=cache.plan(whole, owner).cached, lent=lent, why=why)
 
 
-def _ids(file: Bundle) -> np.ndarray:
+def path_ids(file: Bundle) -> np.ndarray:
+    """The ids of a file's conversation, int32.
+
+    Raises:
+        Damaged: it has none, or what aren't ids.
+    """
     entry = file.tensors.get("tokens")
     if entry is None or entry.dtype != "I32" or len(entry.shape) != 1 or entry.size > MAX_PATH:
         raise Damaged("it has no tokens, or too many")
@@ -403,65 +405,6 @@ def _doubt(errand: Errand, cache: PrefixCache, loaded: LoadedModel, things: lugg
         log.debug("a spot check failed", exc_info=True)
         right = False
     return "" if right else "a sample of its pages isn't what the model computes"
-
-
-# --- forget -------------------------------------------------------------------------------------
-
-
-def forget(errand: Errand, name: str, gone: Iterable[Path_], kept: Iterable[Path_]) -> Removed:
-    """Remove what is cached of a conversation, in memory and on disk, and its private file.
-
-    Args:
-        errand: whose work it is.
-        name: the branch.
-        gone: (model, ids) of its turns.
-        kept: the same of all other branches.
-    """
-    shop, owner = errand.shop, f"@{name}"
-    going: dict[str, list[np.ndarray]] = {}
-    staying: dict[str, list[np.ndarray]] = {}
-    for each, into in ((gone, going), (kept, staying)):
-        for model, ids in each:
-            into.setdefault(model, []).append(np.asarray(ids, np.int32))
-    for model, path in shop.trails.of(owner):
-        going.setdefault(model, []).append(path)
-    identities = shop.known()
-    removed = _remove_file(name, going, identities)
-    for model in {*going, *(info.name for info in shop.published.models)}:
-        loaded = shop.find(model)
-        cache = shop.cache_of(loaded) if loaded is not None else None
-        identity = identities.get(model)
-        shelf = shop.storage.shelf_of(identity, model) if identity is not None else None
-        removed += forgetting.forget(
-            cache, shelf, owner, going.get(model, []), staying.get(model, [])
-        )
-    shop.trails.forget(owner)
-    shop.memory.release(owner)
-    shop.publish()
-    return removed
-
-
-def _remove_file(
-    name: str, going: dict[str, list[np.ndarray]], identities: dict[str, str]
-) -> Removed:
-    """Remove the private file, once what it says of the conversation's tokens is noted."""
-    path = place(name, make=False)
-    try:
-        with Bundle(path) as file:
-            model, identity = file.meta.get("model", ""), file.meta.get("identity", "")
-            if model and identity:
-                going.setdefault(model, []).append(_ids(file))
-                identities.setdefault(model, identity)
-    except FileNotFoundError:
-        return Removed()
-    except (Foreign, Damaged, OSError) as error:
-        log.debug("%s says nothing: %s", path, error)
-    try:
-        nbytes = path.lstat().st_size
-        path.unlink()
-    except OSError as error:
-        raise BadRequest(f"{path} can't be removed: {error.strerror or error}.") from None
-    return Removed(0, 0, nbytes, 1)
 
 
 def chosen(path: str | PathLike[str]) -> Path:
