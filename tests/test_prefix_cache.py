@@ -18,7 +18,6 @@ from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import making_room, pages
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.making_room import prune
-from mlx_jupyter.cache.pages import Page
 from mlx_jupyter.cache.trie import Trie
 from mlx_jupyter.engine.request import Request, Ticket
 
@@ -356,7 +355,7 @@ class TestErrors:
         ask(cache, model, prompt(70))
         ask(cache, model, prompt(70, seed=1))
         with monkeypatch.context() as patch:
-            patch.setattr(Page, "within", lambda *_: (_ for _ in ()).throw(MemoryError("no")))
+            patch.setattr(Live, "read_in", lambda *_: (_ for _ in ()).throw(MemoryError("no")))
             with pytest.raises(MemoryError):
                 ask(cache, model, prompt(70))
         cache.check()

@@ -1,9 +1,9 @@
 """Brings rows, strips and snapshots that lie elsewhere back, by the way that is fastest here.
 
-On a CPU a page's rows go from the buffer that a file was read into straight into the live cache
-(``direct.py``). Where the device has memory of its own, MLX reads the file itself, into buffers
-that are at home there, once its checksum was looked at: those of NumPy's arrays would stay in
-managed memory.
+On a CPU rows go from a page's arrays, or the buffer that a file was read into, straight into the
+live cache (``direct.py``). Where the device has memory of its own, MLX reads the file itself, into
+buffers that are at home there, once its checksum was looked at: those of NumPy's arrays would stay
+in managed memory.
 
 Used on the engine thread.
 """
@@ -20,6 +20,7 @@ from mlx_jupyter.cache.packing import (
     HostRows,
     Unpackable,
     discrete,
+    pack_rows,
     row_stacks,
     unpack_rows,
     unpack_states,
@@ -74,7 +75,7 @@ class Reader:
 
     def _page(self, page: Page, contents: Iterator[tuple[Entry, Content | None]]) -> Rows | None:
         if page.residence not in AWAY:
-            return page
+            return page if self._cache.live.gpu else self._in_place(page)
         rows: Rows | None = None
         try:
             if page.host is not None:
@@ -86,6 +87,14 @@ class Reader:
         if rows is None:
             page.lose()
         return rows
+
+    @staticmethod
+    def _in_place(page: Page) -> Rows:
+        """A page on a CPU, where its arrays are host memory: NumPy copies them faster than MLX."""
+        try:
+            return HostRows(page.start, page.end, pack_rows(page.stacks), page.start)
+        except Unpackable:
+            return page
 
     def _from_file(self, page: Page, content: Content | None) -> Rows | None:
         entry = page.entry
