@@ -52,8 +52,10 @@ class World:
         )
 
     def read(self):
-        self.reads += 1
-        return dict(self.document)
+        with self._came:
+            self.reads += 1
+            self._came.notify_all()
+            return dict(self.document)
 
     def send(self, message):
         with self._came:
@@ -143,8 +145,7 @@ def test_a_second_front_end_gets_what_the_first_one_has():
     world = World()
     number = world.feed.whole()["number"]
     world.feed.open("one", number)
-    world.until(lambda: world.watchers)
-    world.feed.flush()
+    world.until(lambda: world.reads == 2)  # what changed while nobody looked
     world.document["a"] = 5  # not told yet
     assert world.feed.whole()["document"] == {"a": 1}
     world.feed.flush()
