@@ -10,7 +10,7 @@ import pytest
 from fake_tokenizer import chatml_tokenizer
 from mlx_jupyter.conversation.answer import Answer, Message
 from mlx_jupyter.conversation.conversation import Conversation, turns_of
-from mlx_jupyter.conversation.turns import Call
+from mlx_jupyter.conversation.turn import Call
 from mlx_jupyter.errors import BadRequest, Cancelled, ComputeError
 from mlx_jupyter.models.template import render
 

@@ -225,7 +225,7 @@ class TestClosing:
                 super().__init__(at_end, **options)
                 made.append(self)
 
-        monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", Kept)
+        monkeypatch.setattr("mlx_jupyter.engine.base.EngineThread", Kept)
         monkeypatch.setattr(FakeModel, "make_cache", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fake_engine()

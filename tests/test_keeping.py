@@ -26,7 +26,7 @@ from mlx_jupyter.cache.store import Store
 from mlx_jupyter.conversation import keeping
 from mlx_jupyter.conversation.conversation import turns_of
 from mlx_jupyter.conversation.saved import Malformed, Saved, SavedTurn, dumped, parsed
-from mlx_jupyter.conversation.turns import Call
+from mlx_jupyter.conversation.turn import Call
 from mlx_jupyter.engine import spot_check
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.private import names, place
@@ -96,7 +96,7 @@ def stored(
 ) -> Callable[..., Engine]:
     """Makes engines on one store."""
     monkeypatch.delenv("MLX_JUPYTER_STORE", raising=False)
-    monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", partial(EngineThread, grace=0))
+    monkeypatch.setattr("mlx_jupyter.engine.base.EngineThread", partial(EngineThread, grace=0))
     return partial(kernel, store=tmp_path / "pages")
 
 

@@ -33,7 +33,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: Path) -> Itera
     """On a store; its model has an identity."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.delenv("MLX_JUPYTER_STORE", raising=False)
-    monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", partial(EngineThread, grace=0))
+    monkeypatch.setattr("mlx_jupyter.engine.base.EngineThread", partial(EngineThread, grace=0))
     known_as(monkeypatch, {"is": "a fake"})
     with fake_engine(FakeModel(), store=tmp_path / "pages", store_bytes=50_000_000) as made:
         before = runtime.current()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
     """Makes engines whose fake model has an identity, on one store."""
     monkeypatch.delenv("MLX_JUPYTER_STORE", raising=False)
-    monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", partial(EngineThread, grace=0))
+    monkeypatch.setattr("mlx_jupyter.engine.base.EngineThread", partial(EngineThread, grace=0))
     adopt = ModelPool.adopt
 
     def known(self: ModelPool, model: Any, tokenizer: Any) -> Any:

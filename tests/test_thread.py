@@ -407,7 +407,7 @@ def test_an_engine_asks_its_workshop(monkeypatch):
         return False
 
     monkeypatch.setattr(Workshop, "idle", idle)
-    monkeypatch.setattr("mlx_jupyter.engine.engine.EngineThread", partial(EngineThread, grace=0))
+    monkeypatch.setattr("mlx_jupyter.engine.base.EngineThread", partial(EngineThread, grace=0))
     with fake_engine() as engine:
         engine.generate("x", max_tokens=2)
         assert asked.wait(HANG)

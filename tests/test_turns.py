@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_jupyter.conversation.answer import Answer, Message
-from mlx_jupyter.conversation.turns import Call, Turns
+from mlx_jupyter.conversation.turn import Call
+from mlx_jupyter.conversation.turns import Turns
 from mlx_jupyter.errors import BadRequest
 
 

@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 from mlx_jupyter.conversation.answer import Answer, Message
-from mlx_jupyter.conversation.turns import Turn, Turns
+from mlx_jupyter.conversation.turns import Turns
 from mlx_jupyter.errors import BadRequest, Cancelled
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from mlx_jupyter.cache.forgetting import Removed
+    from mlx_jupyter.conversation.turn import Turn
     from mlx_jupyter.engine.keeping import Receipt
 
     class Generator(Protocol):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.conversation.conversation import turns_of
 from mlx_jupyter.conversation.saved import Saved
-from mlx_jupyter.conversation.turns import check_name
+from mlx_jupyter.conversation.turn import check_name
 from mlx_jupyter.errors import BadRequest, Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from os import PathLike
 
-    from mlx_jupyter.conversation.turns import Turn
+    from mlx_jupyter.conversation.turn import Turn
     from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.request import Ticket
 

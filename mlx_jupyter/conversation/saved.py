@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from mlx_jupyter.conversation.answer import Answer, Finish, Message
-from mlx_jupyter.conversation.turns import Call, Turn, check_name
+from mlx_jupyter.conversation.turn import Call, Turn, check_name
 from mlx_jupyter.errors import BadRequest
 
 MAX_TURNS = 20_000

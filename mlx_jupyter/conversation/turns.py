@@ -16,12 +16,22 @@ Knows no IPython and no MLX. All methods may be called from any thread.
 from __future__ import annotations
 
 import difflib
-import re
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlx_jupyter.conversation.answer import Answer, Message
+from mlx_jupyter.conversation.turn import (
+    Branch,
+    Call,
+    Place,
+    Run,
+    Turn,
+    check_name,
+    goes_on,
+    index_of,
+    split,
+)
 from mlx_jupyter.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -29,88 +39,6 @@ if TYPE_CHECKING:
 
 _KEPT = "(kept)"
 """Names the run of a cell whose turns were kept elsewhere: the next run is another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Who asks.
-
-    Attributes:
-        session: the client's session, so that a copied notebook isn't the first one.
-        cell: the cell's id.
-        index: how many calls this run of the cell made before.
-        run: names this run of the cell; not part of the identity. Without it a call whose index
-            isn't above the last one's begins a new run.
-    """
-
-    session: str
-    cell: str
-    index: int
-    run: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A question and its answer.
-
-    Attributes:
-        id: unique among the kernel's turns.
-        parent: the turn before; None for the first.
-        question: the user's message.
-        answer: what the model made of it, the partial one after a cancel.
-        call: who asked; None for clients without cell ids.
-        system: the system prompt given with this turn; it holds from here on.
-    """
-
-    id: int
-    parent: int | None
-    question: Message
-    answer: Answer
-    call: Call | None = None
-    system: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a turn will go.
-
-    Attributes:
-        branch: name of the branch; made at the commit when there is none.
-        parent: the turn it hangs on; None at the root.
-        call: who asks.
-        fresh: whether it is the first turn of a new run that replaces an older one's.
-        origin: where the branch starts when this turn makes it, such as ``"demo~1"``.
-    """
-
-    branch: str
-    parent: int | None
-    call: Call | None = None
-    fresh: bool = False
-    origin: str | None = None
-
-
-@dataclass(slots=True)
-class _Run:
-    """The turns that the last run of a cell made on a branch, in order."""
-
-    name: str
-    index: int
-    turns: list[int]
-
-
-@dataclass(slots=True)
-class _Branch:
-    """A tip and what reruns need.
-
-    ``runs`` is by (session, cell); ``loose`` are turns without a call; ``ends`` are replaced
-    turns that were the last of their cell's run; ``source`` is the branch it was forked from.
-    """
-
-    tip: int | None = None
-    runs: dict[tuple[str, str], _Run] = field(default_factory=dict)
-    loose: set[int] = field(default_factory=set)
-    ends: set[int] = field(default_factory=set)
-    source: str | None = None
 
 
 class Turns:
@@ -125,7 +53,7 @@ class Turns:
         self.caller: Callable[[], Call | None] = lambda: None
         self._lock = threading.RLock()
         self._turns: dict[int, Turn] = {}
-        self._branches: dict[str, _Branch] = {}
+        self._branches: dict[str, Branch] = {}
         self._next = 1
 
     @property
@@ -147,7 +75,7 @@ class Turns:
             while name is None:
                 name = f"chat-{number}" if f"chat-{number}" not in self._branches else None
                 number += 1
-            self._branches.setdefault(check_name(name), _Branch())
+            self._branches.setdefault(check_name(name), Branch())
             return check_name(name)
 
     # --- asking ----------------------------------------------------------------------------------
@@ -167,7 +95,7 @@ class Turns:
         with self._lock:
             known = self._branches.get(name)
             run = known.runs.get((call.session, call.cell)) if known and call else None
-            if known and run and call and _goes_on(run, call):
+            if known and run and call and goes_on(run, call):
                 parent = known.tip if run.turns[-1] in self._path(known.tip) else run.turns[-1]
                 return Place(name, parent, call)
             if origin is not None:
@@ -315,7 +243,7 @@ class Turns:
         """
         with self._lock:
             self.check_free(name)
-            branch = _Branch()
+            branch = Branch()
             for kept in log:
                 turn = replace(kept, id=self._next, parent=branch.tip)
                 self._next += 1
@@ -362,7 +290,7 @@ class Turns:
 
     # --- inner -----------------------------------------------------------------------------------
 
-    def _branch(self, name: str) -> _Branch:
+    def _branch(self, name: str) -> Branch:
         found = self._branches.get(name)
         if found is None:
             near = difflib.get_close_matches(name, self._branches, n=3, cutoff=0.5)
@@ -381,7 +309,7 @@ class Turns:
             turn = self._turns[turn].parent
         return path[::-1]
 
-    def _now(self, branch: _Branch, turn: int | None) -> int | None:
+    def _now(self, branch: Branch, turn: int | None) -> int | None:
         """What stands now where ``turn`` stood: the latest turn of the call that made it."""
         call = self._turns[turn].call if turn is not None else None
         run = branch.runs.get((call.session, call.cell)) if call else None
@@ -389,34 +317,34 @@ class Turns:
             return turn
         if turn in branch.ends:
             return run.turns[-1]  # it followed the whole cell, and so it does again
-        before = [i for i in run.turns if _index(self._turns[i]) <= call.index]
+        before = [i for i in run.turns if index_of(self._turns[i]) <= call.index]
         return before[-1] if before else self._turns[run.turns[0]].parent
 
-    def _record(self, branch: _Branch, call: Call, turn: int, *, fresh: bool) -> None:
+    def _record(self, branch: Branch, call: Call, turn: int, *, fresh: bool) -> None:
         key = (call.session, call.cell)
         run = branch.runs.get(key)
         if run is None or fresh:
             if run is not None:
                 branch.ends.add(run.turns[-1])
-            branch.runs[key] = _Run(call.run, call.index, [turn])
+            branch.runs[key] = Run(call.run, call.index, [turn])
             return
         run.turns.append(turn)
         run.index = call.index
 
-    def _copy(self, origin: str | None, tip: int | None) -> _Branch:
+    def _copy(self, origin: str | None, tip: int | None) -> Branch:
         """A new branch at ``tip`` that knows what the branch of ``origin`` knows of its path."""
         source = self._branches.get(split(origin)[0]) if origin else None
         if origin is None or source is None:
-            return _Branch(tip)
+            return Branch(tip)
         path = set(self._path(tip))
-        made = _Branch(tip, loose=source.loose & path, source=split(origin)[0])
+        made = Branch(tip, loose=source.loose & path, source=split(origin)[0])
         made.ends = set(source.ends)
         for key, run in source.runs.items():
             if kept := [i for i in run.turns if i in path]:
-                made.runs[key] = _Run(run.name, run.index, kept)
+                made.runs[key] = Run(run.name, run.index, kept)
         return made
 
-    def _held(self, branch: _Branch) -> set[int]:
+    def _held(self, branch: Branch) -> set[int]:
         return branch.loose.union(*(run.turns for run in branch.runs.values()))
 
     def _sweep(self) -> None:
@@ -431,37 +359,3 @@ class Turns:
         self._turns = {i: turn for i, turn in self._turns.items() if i in keep}
         for branch in self._branches.values():
             branch.ends &= keep
-
-
-def check_name(name: str) -> str:
-    """A branch's name without its ``@``.
-
-    Raises:
-        BadRequest: it isn't a word of letters, digits, ``_``, ``-`` and ``.``.
-    """
-    bare = name.removeprefix("@")
-    if not re.fullmatch(r"\w[\w.-]*", bare):
-        raise BadRequest(f"{name!r} is no branch name; take letters, digits, '_', '-' and '.'.")
-    return bare
-
-
-def split(ref: str) -> tuple[str, int]:
-    """``"demo~2"`` as (name, turns back).
-
-    Raises:
-        BadRequest: it has another form.
-    """
-    name, tilde, back = ref.partition("~")
-    if tilde and not (back.isascii() and back.isdigit()):
-        raise BadRequest(f"{ref!r} names no turn; write BRANCH or BRANCH~N, N turns back.")
-    return check_name(name), int(back or 0)
-
-
-def _goes_on(run: _Run, call: Call) -> bool:
-    if run.name and call.run:
-        return run.name == call.run
-    return call.index > run.index
-
-
-def _index(turn: Turn) -> int:
-    return turn.call.index if turn.call else 0

@@ -6,10 +6,7 @@ Everything that touches MLX runs as a job on one thread, in the order of submiss
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +18,6 @@ blas.ensure()
 from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
-from mlx_jupyter.engine import keeping, removal  # noqa: E402
-from mlx_jupyter.engine.keeping import Errand, chosen  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
@@ -35,7 +30,7 @@ from mlx_jupyter.engine.request import (  # noqa: E402
 from mlx_jupyter.engine.serve import Load, Serve, not_loaded, prompt_ids  # noqa: E402
 from mlx_jupyter.engine.status import Status  # noqa: E402
 from mlx_jupyter.engine.stream import Stream  # noqa: E402
-from mlx_jupyter.engine.thread import EngineThread, Job  # noqa: E402
+from mlx_jupyter.engine.upkeep import Upkeep  # noqa: E402
 from mlx_jupyter.engine.workshop import Workshop  # noqa: E402
 from mlx_jupyter.errors import BadRequest, Cancelled, EngineClosed, ModelNotFound  # noqa: E402
 from mlx_jupyter.latch import holding  # noqa: E402
@@ -48,17 +43,13 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from mlx_jupyter.cache.plan import Plan
-    from mlx_jupyter.cache.preview import Preview
     from mlx_jupyter.conversation.answer import Answer, Message
-    from mlx_jupyter.conversation.saved import Saved
-    from mlx_jupyter.engine.history import Sample
-    from mlx_jupyter.engine.verify import Verification
     from mlx_jupyter.models.info import ModelInfo
 
     Prompt: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
 
 
-class Engine:
+class Engine(Upkeep):
     """A kernel-resident engine: models, their prefix caches, and the thread that runs them.
 
     It ends when it is closed, when nobody holds it or waits for it any more, or with the process.
@@ -101,7 +92,7 @@ class Engine:
             raise BadRequest(f"context must be at least 1, not {context}.")
         if store_bytes is not None and store_bytes < 0:
             raise BadRequest(f"store_bytes must not be negative, but it is {store_bytes}.")
-        self._shop = Workshop(
+        shop = Workshop(
             cache_bytes=cache_bytes,
             memory_limit=memory_limit,
             context=context,
@@ -111,12 +102,9 @@ class Engine:
             exact=exact,
             trace=trace,
         )
+        super().__init__(shop)
         self._clock = clock
-        self._tickets: dict[int, Ticket] = {}  # single operations only: many threads share it
-        self._numbers = itertools.count(1)
         self._labels = Labels()
-        self._thread = EngineThread(at_end=self._shop.abandon, idle=self._shop.idle)
-        self._finalizer = weakref.finalize(self, _end_for_good, self._thread, self._tickets)
         if model is not None:
             try:
                 evaluate(model)  # lazy arrays can be evaluated by the thread that made them only
@@ -188,25 +176,6 @@ class Engine:
 
     def _serve_job(self, ticket: Ticket, forget: Callable[[], None]) -> Serve:
         return Serve(self._shop, ticket, forget, self._clock())
-
-    def _post(self, ticket: Ticket, job: Callable[[Ticket, Callable[[], None]], Job]) -> Ticket:
-        number = next(self._numbers)
-
-        def forget() -> None:
-            self._tickets.pop(number, None)
-
-        self._tickets[number] = ticket
-        try:
-            self._thread.post(job(ticket, forget))
-        except EngineClosed:
-            forget()
-            raise
-        except BaseException:
-            # Interrupted, perhaps after the job was queued; then it ends before this call comes.
-            ticket.cancel()
-            self._thread.post(_Then(forget))
-            raise
-        return ticket
 
     def request(
         self,
@@ -344,198 +313,3 @@ class Engine:
             raise ModelNotFound(model, [f"loaded: {', '.join(names) or 'none'}"])
         view = self._shop.published.trees.get(loaded.info.name) or TreeView(model=loaded.info.name)
         return holding(self._shop.tokenizing, lambda: self._labels.fill(view, tokenizer))
-
-    def history(self) -> tuple[Sample, ...]:
-        """Memory over time: a sample for each change that was published, oldest first."""
-        return self._shop.history.samples()
-
-    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
-        """Call ``told`` after each change of what ``tree`` and ``status`` say.
-
-        It is called on the engine's thread, which waits for it: it may only leave a note.
-
-        Returns:
-            A function that ends it.
-        """
-        return self._shop.watch(told)
-
-    def preview(self, bytes: int, model: str | None = None) -> Preview:  # noqa: A002
-        """What ``set_budget`` would give up, as plain data; gives up nothing.
-
-        Raises:
-            BadRequest: the number is negative.
-        """
-        return self._thread.call(lambda: self._shop.preview(_checked(bytes), model))
-
-    @property
-    def exact(self) -> bool:
-        """Whether the next request is served in exactness mode."""
-        return self._shop.exact
-
-    @exact.setter
-    def exact(self, on: bool) -> None:
-        self._shop.exact = bool(on)
-
-    def verify(self, model: str | None = None, *, seed: int | None = None) -> Verification:
-        """Serve a cached sequence, drawn at random, and compute it again cold; how they differ.
-
-        The cold run takes as long as computing all its tokens, and the memory of another live
-        cache. ``KeyboardInterrupt`` stops it.
-
-        Raises:
-            BadRequest: nothing is cached.
-        """
-        stop = threading.Event()
-        try:
-            return self._thread.call(lambda: self._shop.verify(model, seed, stop.is_set))
-        except KeyboardInterrupt:
-            stop.set()
-            raise
-
-    def check(self) -> None:
-        """Raise ``AssertionError`` when an invariant of a cache is broken (tests, bug reports)."""
-        self._thread.call(self._shop.check)
-
-    def pin(self, name: str) -> int:
-        """Never give up what a branch (``"@name"``) or cell needs; bytes that this holds now.
-
-        Pinned bytes count in the budget; when they fill it, everything else is recomputed.
-
-        Raises:
-            BadRequest: nothing is cached for it.
-        """
-        pinned: int = self._thread.call(lambda: self._shop.pin(name))
-        return pinned
-
-    def unpin(self, name: str) -> None:
-        """Let a pinned branch or cell be given up again when room is needed.
-
-        Raises:
-            BadRequest: it isn't pinned.
-        """
-        self._thread.call(lambda: self._shop.unpin(name))
-
-    # --- conversations as files --------------------------------------------------------------
-
-    def submit_save(
-        self, saved: Saved, messages: Sequence[Message], path: str | PathLike[str] | None = None
-    ) -> Ticket:
-        """Queue writing a conversation and what is cached of it to a file (``keeping.save``).
-
-        Its events are ``Loading`` and at last ``Kept`` with a ``Receipt``, or ``Failed``.
-        """
-        where = None if path is None else chosen(path)
-        return self._errand(lambda errand: keeping.save(errand, saved, messages, where))
-
-    def submit_restore(
-        self,
-        name: str | None,
-        path: str | PathLike[str] | None,
-        put: Callable[[Saved], None],
-        model: str | None = None,
-    ) -> Ticket:
-        """Queue bringing a conversation back (``keeping.restore``).
-
-        Its events are ``Loading`` and at last ``Kept`` with a ``Restored``, or ``Failed``.
-        """
-        where = None if path is None else chosen(path)
-        return self._errand(lambda errand: keeping.restore(errand, name, where, model, put))
-
-    def submit_forget(
-        self,
-        name: str,
-        gone: Sequence[tuple[str, Sequence[int]]],
-        kept: Sequence[tuple[str, Sequence[int]]],
-    ) -> Ticket:
-        """Queue removing all that is cached of a conversation (``removal.forget``).
-
-        Its events end with ``Kept`` with a ``Removed``, or ``Failed``.
-        """
-        return self._errand(lambda errand: removal.forget(errand, name, gone, kept))
-
-    def _errand(self, work: Callable[[Errand], Any]) -> Ticket:
-        return self._post(
-            Ticket(Request()), lambda ticket, forget: Errand(self._shop, ticket, forget, work)
-        )
-
-    # --- giving up ---------------------------------------------------------------------------
-
-    def release(self, owner: str) -> None:
-        """The cell or branch is gone: what only it needed goes first when room is needed."""
-        self._thread.call(lambda: self._shop.release(owner))
-
-    def evict(self, bytes: int | None = None) -> int:  # noqa: A002 - the public name
-        """Give up at least so many bytes of cache now, all of it when None; bytes freed."""
-        freed: int = self._thread.call(lambda: self._shop.evict(bytes))
-        return freed
-
-    def set_budget(self, bytes: int, model: str | None = None) -> int:  # noqa: A002
-        """Let a loaded model's cache (the current one's when None) take so much; bytes freed.
-
-        It holds until the model is unloaded.
-
-        Raises:
-            BadRequest: the number is negative, or no such model is loaded.
-        """
-        freed: int = self._thread.call(lambda: self._shop.set_budget(_checked(bytes), model))
-        return freed
-
-    def clear(self) -> None:
-        """Forget all cached tokens; models stay loaded."""
-        self._thread.call(self._shop.clear)
-
-    def settle_store(self, timeout: float = 60.0) -> bool:
-        """Save what isn't on disk yet; whether all was within ``timeout`` seconds."""
-        return self._thread.call(lambda: self._shop.settle_store(timeout))
-
-    def clear_store(self) -> int:
-        """Remove everything that is kept on disk, of every model and kernel; bytes freed.
-
-        What is in memory stays, and is saved again after the next request: ``clear`` first to
-        forget that too.
-        """
-        return self._thread.call(self._shop.clear_store)
-
-    def close(self) -> None:
-        """End: cancel what runs, refuse what is queued, free the memory. Idempotent; waits."""
-        _end(self._thread, self._tickets)
-        self._finalizer.detach()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _checked(nbytes: int) -> int:
-    if nbytes < 0:
-        raise BadRequest(f"A budget must not be negative, but it is {nbytes}.")
-    return nbytes
-
-
-class _Then:
-    """A job that comes after another one."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.run = function
-
-    def refuse(self, error: Exception) -> None:
-        del error
-        self.run()
-
-
-def _end(thread: EngineThread, tickets: dict[int, Ticket]) -> None:
-    """End an engine's thread; waits."""
-    thread.shut()  # first, so that no request comes in that nobody cancels
-    for ticket in tickets.copy().values():
-        ticket.cancel()
-    thread.close()
-
-
-def _end_for_good(thread: EngineThread, tickets: dict[int, Ticket]) -> None:
-    """At exit, or when the engine was dropped. A busy thread would abort the process's exit."""
-    try:
-        _end(thread, tickets)
-    except KeyboardInterrupt:
-        _end(thread, tickets)

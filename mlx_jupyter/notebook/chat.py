@@ -14,7 +14,8 @@ from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
     from mlx_jupyter.conversation.answer import Answer
-    from mlx_jupyter.conversation.turns import Place, Turn, Turns
+    from mlx_jupyter.conversation.turn import Place, Turn
+    from mlx_jupyter.conversation.turns import Turns
     from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.notebook.commands import Ask
     from mlx_jupyter.notebook.identity import Calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlx_jupyter.conversation.turns import Call
+from mlx_jupyter.conversation.turn import Call
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
