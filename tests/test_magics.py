@@ -332,6 +332,36 @@ def test_context_overflow(fails):
     assert printed.startswith("ContextOverflow: The prompt has 5,0")
 
 
+def test_a_context_of_ones_own(run, fails, shell):
+    """Case 23: a cell's bound, a standing one, and what the model allows; the smallest wins."""
+    run("%llm --max 4 -o r hello there")
+    size = len(shell.user_ns["r"].prompt_ids)
+    run(f"%llm --ctx {size + 2} -o r hello there")
+    assert (shell.user_ns["r"].finish, shell.user_ns["r"].usage.generated) == ("length", 2)
+    _, printed = fails(f"%llm --ctx {size - 1} hello there")
+    assert f"The prompt has {size} tokens but the context holds {size - 1}" in printed
+    assert "this request's own context option" in printed
+    run(f"%config LLMMagics.context = {size - 2}")
+    _, printed = fails(f"%llm --ctx {size} hello there")
+    assert f"holds {size - 2} (set by the context option)" in printed
+    told = dict(run("%llm status").rows)["context"]
+    assert told.startswith(f"{size - 2} tokens, set by the context option (the model (max_pos")
+    run("%config LLMMagics.context = None")
+    run("%llm --max 1 hello there")
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("%llm --ctx 0 x", "BadRequest: context must be at least 1, not 0."),
+        ("%llm --ctx x y", "UsageError: --ctx/--context: takes a whole number, not 'x'."),
+    ],
+)
+def test_contexts_that_are_none(fails, cell, told):
+    _, printed = fails(cell)
+    assert told in printed
+
+
 def test_failure_in_the_model_leaves_everything_sound(run, fails, notes, engine, shell):
     def boom():
         raise RuntimeError("boom")
@@ -536,8 +566,8 @@ def test_a_broken_project_file(run, shell, tmp_path, capsys):
 
 
 def test_engine_settings_say_when_they_come_too_late(run, capsys):
-    run("%config LLMMagics.context = 100")
-    assert "context holds for the next engine" in capsys.readouterr().err
+    run("%config LLMMagics.cache_bytes = 100")
+    assert "cache_bytes holds for the next engine" in capsys.readouterr().err
 
 
 def test_engine_settings_are_kept_for_the_first_use(shell, monkeypatch, tmp_path):
@@ -545,9 +575,9 @@ def test_engine_settings_are_kept_for_the_first_use(shell, monkeypatch, tmp_path
     made = []
     monkeypatch.setattr(runtime, "_engine", None)
     monkeypatch.setattr(runtime, "_make", lambda settings: made.append(dict(settings)))
-    shell.run_cell("%reload_ext mlx_jupyter\n%config LLMMagics.context = 100")
+    shell.run_cell("%reload_ext mlx_jupyter\n%config LLMMagics.memory_limit = 100")
     shell.magics_manager.registry["LLMMagics"]._engine()
-    assert made == [{"cache_bytes": 1000, "context": 100}]
+    assert made == [{"cache_bytes": 1000, "memory_limit": 100}]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ blas.ensure()
 from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
+from mlx_jupyter.engine.context import all_limits, checked_context  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
@@ -88,8 +89,7 @@ class Engine(Upkeep):
         trace: str | PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if context is not None and context < 1:
-            raise BadRequest(f"context must be at least 1, not {context}.")
+        context = checked_context(context)
         if store_bytes is not None and store_bytes < 0:
             raise BadRequest(f"store_bytes must not be negative, but it is {store_bytes}.")
         shop = Workshop(
@@ -276,6 +276,21 @@ class Engine(Upkeep):
         plan = decide(found, view.needs, view.rates)
         return replace(plan, why=self._shop.explained(plan.why, loaded, request, ids, marks, view))
 
+    # --- settings ----------------------------------------------------------------------------
+
+    @property
+    def context(self) -> int | None:
+        """The user's bound on the context, in tokens; None for none. It holds from now on.
+
+        Raises:
+            BadRequest: (when set) it isn't a whole number above 0.
+        """
+        return self._shop.context
+
+    @context.setter
+    def context(self, tokens: int | None) -> None:
+        self._shop.context = checked_context(tokens)
+
     # --- looking -----------------------------------------------------------------------------
 
     def status(self) -> Status:
@@ -284,18 +299,20 @@ class Engine(Upkeep):
 
         published = self._shop.published
         measured = memory.measured()
-        current = published.models[0] if published.models else None
+        current = self._shop.find(None)
+        limits = tuple(all_limits(self._shop, current)) if current is not None else ()
         return Status(
             models=published.models,
             memory=self._shop.memory_use(measured),
-            context=current.context if current else 0,
-            context_origin=current.context_origin if current else "no model is loaded",
+            context=limits[0].tokens if limits else 0,
+            context_origin=limits[0].origin if limits else "no model is loaded",
             blas=blas.status(),
             device=measured.device,
             store=self._shop.storage.use(),
             requests=published.requests,
             waiting=len(self._tickets),
             closed=self._thread.ended.is_set(),
+            limits=limits,
         )
 
     def tree(self, model: str | None = None) -> TreeView:

@@ -24,6 +24,8 @@ class Options:
             ones included.
         seed: of the sampling; drawn at random when not given.
         stop: generation ends before any of these strings.
+        context: prompt and answer together take at most so many tokens, where that is less than
+            what the model, the engine and memory allow.
     """
 
     max_tokens: int | None = None
@@ -34,6 +36,7 @@ class Options:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    context: int | None = None
 
     @classmethod
     def of(cls, **options: Any) -> Options:
@@ -65,6 +68,7 @@ class Options:
             ),
             seed=_integer("seed", self.seed, 0, 2**64 - 1),
             stop=_stops(self.stop),
+            context=_integer("context", self.context, 1),
         )
 
     def over(self, defaults: Options) -> Options:

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.conversation.answer import Answer
+from mlx_jupyter.engine.context import in_force
 from mlx_jupyter.engine.options import DEFAULTS, Options
 from mlx_jupyter.engine.pipeline import Run
 from mlx_jupyter.engine.request import (
@@ -174,9 +175,10 @@ class Serve(TicketJob):
         ticket.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
         ids, id_array, marks = prompt_ids(shop, loaded, ticket.request)
         ticket.prompt_ids = ids
-        if len(ids) > loaded.info.context:
-            raise ContextOverflow(len(ids), loaded.info.context, loaded.info.context_origin)
-        run = self._running = self._run(loaded, options, ids)
+        limit = in_force(shop, loaded, options.context)
+        if len(ids) > limit.tokens:
+            raise ContextOverflow(len(ids), limit.tokens, limit.origin)
+        run = self._running = self._run(loaded, options, ids, limit.tokens)
         cache, tree = shop.cache_of(loaded), shop.tree(loaded.info.name)
         room = min(run.max_tokens, run.limit - len(ids))
         owner, label = ticket.request.owner, ticket.request.label
@@ -197,6 +199,7 @@ class Serve(TicketJob):
             if shop.trace is not None:
                 shop.trace.request(ids, run.tokens, owner, marks)
             led = np.asarray([*ids, *run.tokens], np.int32)
+            loaded.row_bytes = cache.live.row_bytes() or loaded.row_bytes
             shop.trails.note(owner, loaded.info.name, led)
             shop.publish(loaded, ended=True)
         answer = self._made(run, session.plan, session.node)
@@ -224,7 +227,7 @@ class Serve(TicketJob):
     def _cancelled(self) -> bool:
         return self.ticket.cancelled
 
-    def _run(self, loaded: LoadedModel, options: Options, ids: tuple[int, ...]) -> Run:
+    def _run(self, loaded: LoadedModel, options: Options, ids: tuple[int, ...], limit: int) -> Run:
         tokenizer = loaded.tokenizer
         if options.stop and tokenizer is None:
             raise BadRequest("The model was given without a tokenizer: stop strings don't work.")
@@ -232,7 +235,7 @@ class Serve(TicketJob):
         return Run(
             model=loaded.model,
             ids=ids,
-            limit=loaded.info.context,
+            limit=limit,
             max_tokens=options.max_tokens,
             chunk=loaded.info.prefill_chunk,
             ends=frozenset(tokenizer.eos_token_ids) if tokenizer is not None else frozenset(),

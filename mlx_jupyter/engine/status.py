@@ -10,6 +10,7 @@ from mlx_jupyter.engine.storage import StoreUse
 if TYPE_CHECKING:
     from mlx_jupyter.blas import BlasStatus
     from mlx_jupyter.models.info import ModelInfo
+    from mlx_jupyter.models.limits import Limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Status:
         memory: bytes in use.
         context: tokens that fit, for the current model; 0 without one.
         context_origin: where that limit comes from.
+        limits: all that bound it, the smallest first.
         blas: which BLAS computes on the CPU.
         device: MLX's default device.
         store: what is kept on disk.
@@ -66,3 +68,4 @@ class Status:
     requests: int = 0
     waiting: int = 0
     closed: bool = False
+    limits: tuple[Limit, ...] = ()

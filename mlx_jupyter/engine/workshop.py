@@ -93,6 +93,8 @@ class Workshop:
 
     Attributes:
         storage: what outlives memory. A model without an identity never goes there.
+        memory_limit: the user's bound on what may be taken, in bytes.
+        context: the user's bound on the context, in tokens (``engine/context.py``).
     """
 
     def __init__(
@@ -118,18 +120,19 @@ class Workshop:
         self.history = History(clock)
         self._watchers: dict[object, Callable[[], None]] = {}
         self._cache_bytes = cache_bytes
-        self._memory_limit = memory_limit
+        self.memory_limit = memory_limit
+        self.context = context
         self._limited = False
         self._caches: dict[str, PrefixCache] = {}
         self._identities: dict[str, str] = {}
-        self._pool = ModelPool(context=context, memory_limit=memory_limit)
+        self._pool = ModelPool(memory_limit=memory_limit)
         self._pool.on_unload = lambda loaded: self._forget(loaded.info.name)
 
     def _limits(self) -> None:
         """Set MLX's limits once, before the first allocation of ours."""
         if not self._limited:
             self._limited = True
-            memory.set_limits(self._memory_limit)
+            memory.set_limits(self.memory_limit)
 
     def adopt(self, model: Any, tokenizer: Any | None) -> ModelInfo:
         """Use a model and tokenizer that the user built."""

@@ -45,6 +45,7 @@ class LoadedModel:
         vocabulary: token ids below this are valid; 0 when that isn't known.
         identity: what its stored pages depend on (``models/identity.py``); None: it has none, and
             nothing of it may be kept on disk.
+        row_bytes: what a token takes in the caches of all full layers; 0 until that is seen.
 
     Once it is unloaded, ``model`` and ``tokenizer`` are None for whoever still holds it.
     """
@@ -56,6 +57,7 @@ class LoadedModel:
     aliases: frozenset[str] = frozenset()
     vocabulary: int = 0
     identity: str | None = None
+    row_bytes: int = 0
 
     @property
     def gone(self) -> bool:
@@ -176,10 +178,11 @@ class ModelPool:
         precision.settle(model, where)
         if cancelled():
             raise Interrupted
-        warm_up(model)
+        row_bytes = warm_up(model)
         identity = witness.identity(model, where)
         loaded = self._admit(model, tokenizer, config, name=source.name, source=str(source.path))
         loaded.identity = identity
+        loaded.row_bytes = row_bytes
         loaded.defaults = limits.defaults_of(source.path)
         loaded.aliases = frozenset({asked, source.origin})
         return loaded
@@ -310,14 +313,22 @@ def cache_layers(model: Any) -> tuple[tuple[str, int], ...]:
     return Leaves.of(make_prompt_cache(model)).counts
 
 
-def warm_up(model: Any) -> None:
-    """Run a few tokens, so that kernels are compiled now and not under a user's interrupt."""
+def warm_up(model: Any) -> int:
+    """Run a few tokens, so that kernels are compiled now and not under a user's interrupt.
+
+    Returns:
+        Bytes that a token's rows take in the caches of all full layers.
+    """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
+
+    from mlx_jupyter.cache.layers import Leaves
 
     cache = make_prompt_cache(model)
     for count in (3, 1, 1):
         mx.eval(model(mx.zeros((1, count), mx.int32), cache=cache))
+    rows = [layer for layer in Leaves.of(cache).rows if layer.capacity]
+    return sum(sum(a.nbytes for a in layer.arrays) // layer.capacity for layer in rows)
 
 
 _imported = False

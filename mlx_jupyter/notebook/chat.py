@@ -76,6 +76,7 @@ class Chat:
             name: value for name in SAMPLING if (value := getattr(ask, name)) is not None
         }
         how |= {"stop": ask.stop} if ask.stop else {}
+        how |= {"context": ask.context} if ask.context is not None else {}
         how |= {"model": ask.model} if ask.model is not None else {}
         if ask.branch is None:
             how |= {"raw": True} if ask.raw else {}

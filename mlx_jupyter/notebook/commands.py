@@ -25,6 +25,7 @@ NUMBERS: dict[str, Callable[[str], Any]] = {
     "top_k": int,
     "min_p": float,
     "max_tokens": int,
+    "context": int,
     "seed": int,
     "repetition_penalty": float,
 }
@@ -55,6 +56,7 @@ class Ask:
     top_k: int | str | None = None
     min_p: float | str | None = None
     max_tokens: int | str | None = None
+    context: int | str | None = None
     seed: int | str | None = None
     repetition_penalty: float | str | None = None
     stop: tuple[str, ...] = ()

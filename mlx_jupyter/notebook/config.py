@@ -33,7 +33,9 @@ SAMPLING = (
     "seed",
     "repetition_penalty",
 )
-ENGINE = ("cache_bytes", "memory_limit", "context", "store", "store_bytes")
+ENGINE = ("cache_bytes", "memory_limit", "store", "store_bytes")
+STANDING: dict[str, Any] = {"exact": False, "context": None}
+"""What an engine can be told at any time, with its own default."""
 
 
 class Settings(Configurable):
@@ -60,7 +62,7 @@ class Settings(Configurable):
         None, allow_none=True, help="MLX's memory limit; before the engine's first use."
     ).tag(config=True)
     context = Int(
-        None, allow_none=True, help="Tokens that fit; before the engine's first use."
+        None, allow_none=True, help="Prompt and answer together take at most so many tokens."
     ).tag(config=True)
 
     exact = Bool(
@@ -79,7 +81,7 @@ class Settings(Configurable):
         None, allow_none=True, min=0, help="What the store may take; before the engine's first use."
     ).tag(config=True)
 
-    @validate(*SAMPLING)
+    @validate(*SAMPLING, "context")
     def _in_range(self, proposal: Any) -> Any:
         if proposal.value is not None:
             try:
@@ -180,6 +182,14 @@ def complete(command: Ask, settings: Any, project: Project) -> dict[str, Any]:
             if value is not None:
                 filled[name] = value
     return filled
+
+
+def keep(engine: Any, settings: Any, project: Project) -> None:
+    """Tell the engine what is set of its standing options."""
+    for name in STANDING:
+        value = setting(name, settings, project)
+        if value is not None:
+            setattr(engine, name, value)
 
 
 def engine_settings(settings: Any, project: Project) -> dict[str, Any]:

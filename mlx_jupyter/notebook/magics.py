@@ -96,6 +96,13 @@ class LLMMagics(config.Settings, Magics):
                 file=sys.stderr,
             )
 
+    @observe(*config.STANDING)
+    def _lifted(self, change: Any) -> None:
+        """Set back to None, a setting of the engine's is the engine's own default again."""
+        engine = runtime.current()
+        if change.new is None and engine is not None:
+            setattr(engine, change.name, config.STANDING[change.name])
+
     # --- entrances ---------------------------------------------------------------------------
 
     @no_var_expand
@@ -203,9 +210,7 @@ class LLMMagics(config.Settings, Magics):
     def _engine(self) -> Engine:
         runtime.configure(**config.engine_settings(self, self.project))
         engine = runtime.engine()
-        exact = config.setting("exact", self, self.project)
-        if exact is not None:
-            engine.exact = exact
+        config.keep(engine, self, self.project)
         return engine
 
     def _ask(self, ask: commands.Ask) -> Outcome:

@@ -169,6 +169,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="at most N tokens",
     )
+    add(
+        "--ctx",
+        "--context",
+        dest="context",
+        type=_whole,
+        metavar="N",
+        help="prompt and answer together take at most N tokens",
+    )
     add("--seed", type=_whole, metavar="N", help="the same seed gives the same answer")
     add("--repetition-penalty", type=_real, metavar="X", help="above 1 discourages repetition")
     add(

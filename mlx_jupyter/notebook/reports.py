@@ -124,7 +124,7 @@ def status(now: Status) -> Report:
     if not now.models:
         rows.append(("model", "none yet; the first prompt loads the default one"))
     if now.context:
-        rows.append(("context", f"{now.context:,} tokens, set by {now.context_origin}"))
+        rows.append(("context", _context(now)))
     memory = now.memory
     rows += [
         ("weights", human_bytes(memory.weights)),
@@ -144,6 +144,12 @@ def status(now: Status) -> Report:
         ("requests", f"{now.requests:,} ended, {now.waiting:,} waiting or running"),
     ]
     return Report(rows=tuple(rows), note=now.blas.hint, data=now)
+
+
+def _context(now: Status) -> str:
+    """The limit in force, and what the others would allow."""
+    rest = "; ".join(f"{limit.origin}: {limit.tokens:,}" for limit in now.limits[1:])
+    return f"{now.context:,} tokens, set by {now.context_origin}" + (f" ({rest})" if rest else "")
 
 
 def _on_disk(store: StoreUse) -> str:
