@@ -751,3 +751,36 @@ def test_a_closed_engine_is_followed_by_a_new_one(monkeypatch):
 
 def test_public_engine_is_the_runtimes(engine):
     assert mlx_jupyter.engine() is engine
+
+
+def test_filters_are_set_by_name(run, shell, engine, caplog):
+    run("%config LLMMagics.filters = []")
+    run("%llm --max 1 x")
+    assert engine.filters == ()
+    shell.run_cell("%config LLMMagics.filters = ['nothing']")
+    assert "There is no filter 'nothing'. Known: billing-header, frozen-clock." in caplog.text
+    run("%config LLMMagics.filters = ['billing-header', 'frozen-clock']\n%llm --max 1 x")
+    assert engine.filters == ("billing-header", "frozen-clock")
+    run("%config LLMMagics.filters = None")
+    assert engine.filters == ("billing-header",)
+
+
+def test_filters_of_a_project(run, engine, tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text("[tool.mlx-jupyter]\nfilters = ['frozen-clock']\n")
+    run("%reload_ext mlx_jupyter\n%llm --max 1 x")
+    assert engine.filters == ("frozen-clock",)
+    (tmp_path / "pyproject.toml").write_text("[tool.mlx-jupyter]\nfilters = ['x']\n")
+    run("%reload_ext mlx_jupyter")
+    assert "There is no filter 'x'." in capsys.readouterr().err
+
+
+def test_faults_of_a_template_are_told_once(run, shell, engine, capsys):
+    from dataclasses import replace
+
+    (loaded,) = engine._shop._pool._models
+    loaded.info = replace(loaded.info, template_faults=("The chat template writes the time.",))
+    engine._thread.call(engine._shop.publish)
+    run("%llm --max 1 x")
+    assert "The chat template writes the time." in capsys.readouterr().out
+    run("%llm --max 1 x")
+    assert "The chat template writes the time." not in capsys.readouterr().out

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fake_tokenizer import CHATML, IM_END, IM_START, bpe_tokenizer, chatml_tokenizer
 from mlx_jupyter.conversation.answer import Message
 from mlx_jupyter.errors import BadRequest, ComputeError
-from mlx_jupyter.models.template import encode_raw, lint, message_at, normalise, render
+from mlx_jupyter.models.lint import lint, tool_order
+from mlx_jupyter.models.template import encode_raw, message_at, normalise, render
 
 SMOL = (
     "{% for message in messages %}"
@@ -391,6 +392,73 @@ def test_lint_names_token_and_message():
     assert "message 2, the assistant's" in plain
     assert "thinking answer" in thinking
     assert "single prompts" in lint(chatml_tokenizer(None))[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "often"),
+    [
+        ("%H:%M", "every minute"),
+        ("%H", "every hour"),
+        ("%d %b %Y", "every day"),
+        ("%Y", "with the month or year"),
+    ],
+)
+def test_lint_finds_a_clock_and_says_how_soon_it_changes(form, often):
+    template = "{{ '<|im_start|>' + strftime_now('" + form + "') + '<|im_end|>' }}" + CHATML
+    tokenizer = chatml_tokenizer(template, SPECIALS["chatml"][1])
+    (told,) = lint(tokenizer)
+    assert f"which changes {often}, at token " in told
+    assert "frozen-clock" in told
+
+
+def test_lint_finds_a_template_that_is_another_each_time():
+    counter = iter(range(10**6))
+    tokenizer = tokenizer_of("chatml")
+    own = tokenizer.apply_chat_template
+
+    def apply(*args, **how):
+        return f"{next(counter)} {own(*args, **how)}"
+
+    tokenizer.apply_chat_template = apply
+    (told,) = lint(tokenizer)
+    assert told in (
+        "The chat template gives another text each time: nothing is reused.",
+        "The chat template can't be checked. The model's chat template reads meaning into a "
+        "control token's text in a message. Take it out, or use --raw.",
+    )
+
+
+def test_lint_of_tools():
+    assert lint(tokenizer_of("qwen")) == [
+        line for line in lint(tokenizer_of("qwen")) if "tool" not in line
+    ]
+    at = tool_order(tokenizer_of("qwen"))
+    assert at is not None
+    assert at > 1
+    assert tool_order(tokenizer_of("chatml")) is None
+    last = (
+        "{% for message in messages %}"
+        "{% if loop.last and tools %}{{ tools | tojson }}{% endif %}"
+        "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    (moves,) = lint(chatml_tokenizer(last, SPECIALS["chatml"][1]))
+    assert "With tools the chat template writes the conversation anew" in moves
+
+
+def test_lint_of_a_template_that_refuses():
+    template = "{{ raise_exception('never') }}"
+    (told,) = lint(chatml_tokenizer(template, SPECIALS["chatml"][1]))
+    assert told.startswith("The chat template can't be checked. The model's chat template refuses")
+
+
+def test_a_clock_that_stands_still():
+    from datetime import datetime
+
+    template = "{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
+    tokenizer = chatml_tokenizer(template, SPECIALS["chatml"][1])
+    text = render(tokenizer, [TALK[0]], clock=datetime(2020, 2, 3, 4, 5)).text
+    assert text.startswith("2020-02-03 04:05")
 
 
 def test_message_at():

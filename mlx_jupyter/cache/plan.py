@@ -21,6 +21,7 @@ CauseCode = Literal[
     "seed",  # one token is always evaluated to start decoding
     "model",  # another model, or the same one before it was unloaded, has computed them
     "template",  # the same messages, but the chat template renders them otherwise
+    "filtered",  # no reason, but told beside them: what a filter left out; it costs no tokens
     "volatile",  # a clock, a date or an id in the system prompt or the template has changed
 ]
 

@@ -19,6 +19,7 @@ from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
 from mlx_jupyter.engine.context import all_limits, checked_context  # noqa: E402
+from mlx_jupyter.engine.filters import DEFAULT, checked_filters  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
 from mlx_jupyter.engine.request import (  # noqa: E402
@@ -28,7 +29,13 @@ from mlx_jupyter.engine.request import (  # noqa: E402
     Request,
     Ticket,
 )
-from mlx_jupyter.engine.serve import Load, Serve, not_loaded, prompt_ids  # noqa: E402
+from mlx_jupyter.engine.serve import (  # noqa: E402
+    Load,
+    Serve,
+    as_served,
+    not_loaded,
+    prompt_ids,
+)
 from mlx_jupyter.engine.status import Status  # noqa: E402
 from mlx_jupyter.engine.stream import Stream  # noqa: E402
 from mlx_jupyter.engine.upkeep import Upkeep  # noqa: E402
@@ -68,6 +75,8 @@ class Engine(Upkeep):
             default ``pages`` in the package's cache directory; False for nowhere. The environment
             variable ``MLX_JUPYTER_STORE=off`` turns it off too.
         store_bytes: what the store may take on disk.
+        filters: what keeps prompts' beginnings the same, by name (``engine/filters.py``). It can be
+            changed at any time.
         exact: exactness mode: go on only from where a forward pass ended, so that a warm run is
             bit-equal to a cold replay of the same passes. It can be switched at any time.
         trace: a file to write what was asked to, for ``benchmarks/retention.py``: token ids, no
@@ -85,6 +94,7 @@ class Engine(Upkeep):
         context: int | None = None,
         store: bool | str | PathLike[str] | None = None,
         store_bytes: int | None = None,
+        filters: Sequence[str] = DEFAULT,
         exact: bool = False,
         trace: str | PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -96,6 +106,7 @@ class Engine(Upkeep):
             cache_bytes=cache_bytes,
             memory_limit=memory_limit,
             context=context,
+            filters=filters,
             clock=clock,
             store=store,
             store_bytes=store_bytes,
@@ -263,6 +274,7 @@ class Engine(Upkeep):
         loaded = self._shop.find(request.model)
         if loaded is None:
             raise EngineClosed if self._thread.closed else not_loaded(request.model)
+        request, filtered = as_served(self._shop, loaded, request)
         _, ids, marks = prompt_ids(self._shop, loaded, request)
         view = self._shop.tree(loaded.info.name)
         found = match(
@@ -274,7 +286,8 @@ class Engine(Upkeep):
             usable=usable(request.owner),
         )
         plan = decide(found, view.needs, view.rates)
-        return replace(plan, why=self._shop.explained(plan.why, loaded, request, ids, marks, view))
+        why = self._shop.explained(plan.why, loaded, request, ids, marks, view)
+        return replace(plan, why=(*why, *filtered))
 
     # --- settings ----------------------------------------------------------------------------
 
@@ -290,6 +303,19 @@ class Engine(Upkeep):
     @context.setter
     def context(self, tokens: int | None) -> None:
         self._shop.context = checked_context(tokens)
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """The filters that are on, from the next request on.
+
+        Raises:
+            BadRequest: (when set) one of them isn't known.
+        """
+        return self._shop.filters.names
+
+    @filters.setter
+    def filters(self, names: Sequence[str]) -> None:
+        self._shop.filters.names = checked_filters(names)
 
     # --- looking -----------------------------------------------------------------------------
 

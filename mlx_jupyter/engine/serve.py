@@ -36,13 +36,14 @@ from mlx_jupyter.engine.stats import Moments
 from mlx_jupyter.engine.text import TextStream
 from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, Interrupted, LLMError
 from mlx_jupyter.latch import holding
+from mlx_jupyter.models.codec import codec_of
 from mlx_jupyter.models.sources import DEFAULT_MODEL
 from mlx_jupyter.models.template import encode_raw, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from mlx_jupyter.cache.plan import Plan
+    from mlx_jupyter.cache.plan import Cause, Plan
     from mlx_jupyter.cache.view import MarkKind
     from mlx_jupyter.engine.workshop import Workshop
     from mlx_jupyter.models.pool import LoadedModel
@@ -58,6 +59,11 @@ def prompt_ids(
     shop: Workshop, loaded: LoadedModel, request: Request
 ) -> tuple[tuple[int, ...], np.ndarray, tuple[tuple[int, MarkKind], ...]]:
     """The prompt's ids (as a tuple and as int32) and the offsets that will be come back to.
+
+    Args:
+        shop: what the engine works with.
+        loaded: the model that it is for.
+        request: as ``as_served`` gave it.
 
     Raises:
         BadRequest: the tokenizer is missing, the template refuses, an id is out of range.
@@ -78,11 +84,22 @@ def prompt_ids(
         text = request.text
         ids = holding(shop.tokenizing, lambda: encode_raw(tokenizer, text))
     else:
-        rendered = holding(shop.tokenizing, lambda: render(tokenizer, request.messages or ()))
+        clock, messages = shop.filters.clock, request.messages or ()
+        rendered = holding(shop.tokenizing, lambda: render(tokenizer, messages, clock=clock))
         ids, marks = rendered.ids, rendered.marks
     if not ids:
         raise BadRequest("The prompt is empty. Write something for the model to answer.")
     return ids, np.asarray(ids, np.int32), marks
+
+
+def as_served(
+    shop: Workshop, loaded: LoadedModel, request: Request
+) -> tuple[Request, tuple[Cause, ...]]:
+    """The request as a model gets it, and what the filters left out."""
+    tokenizer = loaded.tokenizer
+    if request.messages is None or tokenizer is None:
+        return request, ()
+    return shop.filters.apply(request, codec_of(tokenizer).template)
 
 
 def not_loaded(name: str | None) -> BadRequest:
@@ -173,7 +190,8 @@ class Serve(TicketJob):
         ticket.model = loaded.info.name
         options = ticket.request.options.over(Options(**loaded.defaults)).over(DEFAULTS)
         ticket.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
-        ids, id_array, marks = prompt_ids(shop, loaded, ticket.request)
+        request, filtered = as_served(shop, loaded, ticket.request)
+        ids, id_array, marks = prompt_ids(shop, loaded, request)
         ticket.prompt_ids = ids
         limit = in_force(shop, loaded, options.context)
         if len(ids) > limit.tokens:
@@ -203,9 +221,9 @@ class Serve(TicketJob):
             shop.trails.note(owner, loaded.info.name, led)
             shop.publish(loaded, ended=True)
         answer = self._made(run, session.plan, session.node)
-        why = shop.explained(answer.why, loaded, ticket.request, id_array, marks, tree)
-        shop.remember(loaded, ticket.request, id_array, marks, answer)
-        return replace(answer, why=why)
+        why = shop.explained(answer.why, loaded, request, id_array, marks, tree)
+        shop.remember(loaded, request, id_array, marks, answer)
+        return replace(answer, why=(*why, *filtered))
 
     def _partial(self) -> Answer:
         run, answer = self._running, self.ticket.partial()

@@ -21,6 +21,7 @@ from mlx_jupyter.cache.trace import TraceWriter
 from mlx_jupyter.cache.view import TreeView
 from mlx_jupyter.engine.asked import Asking, Memory
 from mlx_jupyter.engine.causes import explained
+from mlx_jupyter.engine.filters import DEFAULT, Filters
 from mlx_jupyter.engine.history import History
 from mlx_jupyter.engine.status import MemoryUse
 from mlx_jupyter.engine.storage import Storage
@@ -95,6 +96,7 @@ class Workshop:
         storage: what outlives memory. A model without an identity never goes there.
         memory_limit: the user's bound on what may be taken, in bytes.
         context: the user's bound on the context, in tokens (``engine/context.py``).
+        filters: what is left out of prompts (``engine/filters.py``).
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Workshop:
         cache_bytes: int | None,
         memory_limit: int | None,
         context: int | None,
+        filters: Sequence[str] = DEFAULT,
         clock: Callable[[], float],
         trace: str | PathLike[str] | None = None,
         exact: bool = False,
@@ -122,6 +125,7 @@ class Workshop:
         self._cache_bytes = cache_bytes
         self.memory_limit = memory_limit
         self.context = context
+        self.filters = Filters(filters)
         self._limited = False
         self._caches: dict[str, PrefixCache] = {}
         self._identities: dict[str, str] = {}

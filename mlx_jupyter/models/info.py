@@ -20,6 +20,7 @@ class ModelInfo:
         context_origin: where that limit comes from.
         layers: (kind, count) of its leaf caches.
         prefill_chunk: tokens a prefill step computes.
+        template_faults: what in its chat template keeps prompts from being reused, a line each.
     """
 
     name: str
@@ -32,3 +33,4 @@ class ModelInfo:
     context_origin: str
     layers: tuple[tuple[str, int], ...]
     prefill_chunk: int
+    template_faults: tuple[str, ...] = ()

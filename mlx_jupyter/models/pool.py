@@ -22,6 +22,7 @@ from mlx_jupyter.models import limits, memory, precision, sources, tensors
 from mlx_jupyter.models.identity import Witness
 from mlx_jupyter.models.info import ModelInfo
 from mlx_jupyter.models.lazy import evaluate
+from mlx_jupyter.models.lint import lint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,6 +235,7 @@ class ModelPool:
             context_origin=origin,
             layers=cache_layers(model),
             prefill_chunk=precision.prefill_chunk(precision.backend(), parameters),
+            template_faults=tuple(lint(tokenizer)) if tokenizer is not None else (),
         )
         loaded = LoadedModel(info, model, tokenizer, vocabulary=limits.vocabulary_of(config))
         self._models = [*self._models, loaded]

@@ -18,8 +18,12 @@ from mlx_jupyter.models.codec import Codec, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from mlx_jupyter.cache.view import MarkKind
+
+
+_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 
 
 class Masks:
@@ -147,6 +151,7 @@ class Source:
     messages: list[dict[str, Any]]
     ids: dict[int, tuple[int, ...]]
     tools: list[Any] | None
+    clock: datetime | None = None
 
     def cut(self, generation: bool) -> Cut:
         """Render and cut; see the module's head for how the cut is checked.
@@ -278,8 +283,9 @@ class Source:
         from jinja2 import TemplateError
 
         try:
+            told = self._stopped(tools)
             text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=generation, tokenize=False
+                messages, tools=tools, add_generation_prompt=generation, tokenize=False, **told
             )
         except Exception as error:
             if type(error) is TemplateError:  # what raise_exception raises in a template
@@ -288,6 +294,17 @@ class Source:
                 ) from error
             raise ComputeError(f"The model's chat template failed: {error}") from error
         return text
+
+    def _stopped(self, tools: Any) -> dict[str, str]:
+        """The template with the clock's text where it asks for the time, if there is a clock.
+
+        As a function the clock wouldn't get there: transformers hands on texts only.
+        """
+        clock = self.clock
+        if clock is None or not _NOW.search(self.codec.template):
+            return {}
+        template: str = self.tokenizer.get_chat_template(None, tools=tools)
+        return {"chat_template": _NOW.sub(lambda found: repr(clock.strftime(found[2])), template)}
 
     def _shows_all(self, cut: Cut, masks: Masks, *roles: str) -> bool:
         """Whether every masked content of these roles came through the template."""

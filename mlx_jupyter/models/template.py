@@ -18,16 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.conversation.answer import Message
 from mlx_jupyter.errors import BadRequest
-from mlx_jupyter.models.codec import Codec, codec_of, common_prefix
+from mlx_jupyter.models.codec import Codec, codec_of
 from mlx_jupyter.models.messages import canonical, normalise, plain, valid
 from mlx_jupyter.models.sentinels import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import datetime
 
     from mlx_jupyter.cache.view import MarkKind
 
-__all__ = ["Rendered", "block_ends", "encode_raw", "lint", "message_at", "normalise", "render"]
+__all__ = [
+    "Rendered",
+    "block_ends",
+    "encode_raw",
+    "has_template",
+    "message_at",
+    "normalise",
+    "render",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ def render(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     generation: bool = True,
+    clock: datetime | None = None,
 ) -> Rendered:
     """Render a conversation with the tokenizer's chat template.
 
@@ -62,6 +72,7 @@ def render(
             content, such as ``tool_calls`` and ``reasoning_content``.
         tools: schemas of the tools; the order of their keys doesn't matter.
         generation: whether to add the tail that starts the next answer.
+        clock: the time that the template is told when it asks for it; the real one when None.
 
     Raises:
         BadRequest: the template refuses the conversation, or there is no template.
@@ -74,9 +85,10 @@ def render(
         for i, message in enumerate(messages)
         if isinstance(message, Message) and message.ids and message.role == "assistant"
     }
-    if not _has_template(tokenizer):
+    if not has_template(tokenizer):
         return _without_template(codec, given)
-    source = Source(tokenizer, codec, given, ids, canonical(list(tools)) if tools else None)
+    schemas = canonical(list(tools)) if tools else None
+    source = Source(tokenizer, codec, given, ids, schemas, clock)
     cut = source.cut(generation)
     encoded = codec.encode(cut.spans)
     marks: dict[int, MarkKind] = {}
@@ -103,7 +115,8 @@ def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
     return ids if ids[: len(bos)] == bos else bos + ids
 
 
-def _has_template(tokenizer: Any) -> bool:
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows how a conversation is written."""
     known = getattr(tokenizer, "has_chat_template", None)
     if isinstance(known, bool):
         return known
@@ -158,38 +171,3 @@ def _ends(
     if not own_system and any(kind == "system" for _, kind in marks):
         return ends[0], ends[1:]  # it comes before the first message
     return 0, ends
-
-
-def lint(tokenizer: Any) -> list[str]:
-    """Check that a tokenizer's chat template lets a growing conversation reuse its beginning.
-
-    Returns:
-        One line for people for each fault found; nothing for a sound template.
-    """
-    if not _has_template(tokenizer):
-        return ["The model has no chat template: it takes single prompts only."]
-    codec = codec_of(tokenizer)
-    asked = [Message("user", "What is two and two?")]
-    first = render(tokenizer, asked)
-    if render(tokenizer, asked) != first:
-        return ["The chat template gives another text each time (a clock?): nothing is reused."]
-    answers = ["Four."]
-    if codec.tags:
-        answers.append("<think>\nTwo and two.\n</think>\n\nFour.")
-    found = []
-    for answer in answers:
-        ids = tuple(codec.parse([answer])[0])
-        talk = [*asked, Message("assistant", answer, ids), Message("user", "And one more?")]
-        second = render(tokenizer, talk)
-        old = first.ids + ids
-        same = common_prefix(old, second.ids)
-        if same < len(old):
-            number = message_at(second, talk, same)
-            was, now = codec.decode(old[same : same + 1]), codec.decode(second.ids[same : same + 1])
-            what = "a thinking answer" if answer in answers[1:] else "an answer"
-            found.append(
-                f"After {what} the chat template writes the conversation anew from token {same:,} "
-                f"({was!r} becomes {now!r}, in message {number + 1}, the {talk[number].role}'s): "
-                "what follows is computed again."
-            )
-    return found

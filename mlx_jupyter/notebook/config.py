@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traitlets import Bool, Enum, Float, Int, TraitError, Unicode, Union, validate
+from traitlets import Bool, Enum, Float, Int, List, TraitError, Unicode, Union, validate
 from traitlets.config import Configurable
 
+from mlx_jupyter.engine.filters import DEFAULT, KNOWN, checked_filters
 from mlx_jupyter.engine.request import Options
 from mlx_jupyter.errors import BadRequest
 from mlx_jupyter.notebook.commands import VIEWS
@@ -34,7 +35,7 @@ SAMPLING = (
     "repetition_penalty",
 )
 ENGINE = ("cache_bytes", "memory_limit", "store", "store_bytes")
-STANDING: dict[str, Any] = {"exact": False, "context": None}
+STANDING: dict[str, Any] = {"exact": False, "context": None, "filters": DEFAULT}
 """What an engine can be told at any time, with its own default."""
 
 
@@ -70,6 +71,12 @@ class Settings(Configurable):
         allow_none=True,
         help="Reuse only what makes an answer bit-equal to a cold run of the same passes.",
     ).tag(config=True)
+    filters = List(
+        Unicode(),
+        default_value=None,
+        allow_none=True,
+        help=f"What keeps prompts alike; known: {', '.join(KNOWN)}. [] turns all off.",
+    ).tag(config=True)
     store = Union(
         [Bool(), Unicode()],
         default_value=None,
@@ -80,6 +87,13 @@ class Settings(Configurable):
     store_bytes = Int(
         None, allow_none=True, min=0, help="What the store may take; before the engine's first use."
     ).tag(config=True)
+
+    @validate("filters")
+    def _known(self, proposal: Any) -> Any:
+        try:
+            return None if proposal.value is None else list(checked_filters(proposal.value))
+        except BadRequest as error:
+            raise TraitError(str(error)) from None
 
     @validate(*SAMPLING, "context")
     def _in_range(self, proposal: Any) -> Any:

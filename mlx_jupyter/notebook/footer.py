@@ -37,6 +37,7 @@ def footer(answer: Answer, *, rate: float = 0.0, continued: bool = False) -> str
     cause = main_cause(answer.why, continued=continued)
     if cause is not None:
         parts.append(f"{_count(cause.tokens, 'token')} read again: {cause.text}")
+    parts += [cause.text for cause in answer.why if cause.code == "filtered"]
     return " · ".join(parts)
 
 
@@ -53,7 +54,8 @@ def plan_line(plan: Plan) -> str:
         f"{_count(plan.prompt, 'token')}: {plan.reused:,} stay in place, {plan.restored:,} are "
         f"read back, {plan.recomputed:,} are computed"
     )
-    return "\n".join([first, *(f"  {cause.tokens:,}: {cause.text}" for cause in plan.why)])
+    told = (c.text if c.code == "filtered" else f"{c.tokens:,}: {c.text}" for c in plan.why)
+    return "\n".join([first, *(f"  {line}" for line in told)])
 
 
 def duration(seconds: float) -> str:

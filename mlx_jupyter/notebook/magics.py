@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.conversation.answer import Answer
     from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.request import Ticket
+    from mlx_jupyter.models.info import ModelInfo
     from mlx_jupyter.notebook.display import Screen
 
 STOPPING = 2.0  # seconds that an interrupted save waits for its last piece
@@ -83,6 +84,7 @@ class LLMMagics(config.Settings, Magics):
         self.project = config.project(Path.cwd())
         self._chat = Chat(Calls(shell))
         self._speeds: dict[str, tuple[int, float]] = {}  # model → (tokens, tokens a second)
+        self._known: set[ModelInfo] = set()  # whose templates were spoken of
         runtime.watch(self._chat.attach)
         self.completer = Completer(
             self._chat.names, _model_names, lambda: list(shell.user_ns), saved_names
@@ -265,8 +267,17 @@ class LLMMagics(config.Settings, Magics):
             raise outcome.error
         exchange.keep(answer)
         told = footer(answer, rate=self._rate(answer), continued=exchange.continued)
+        loaded = next((m for m in self._engine().models() if m.name == answer.model), None)
+        told = " · ".join([told, *(self._faults(loaded) if loaded is not None else ())])
         screen.finish(answer.text, told)
         return answer
+
+    def _faults(self, info: ModelInfo) -> tuple[str, ...]:
+        """What a model's chat template does to reuse; told once, with its load or first answer."""
+        if info in self._known:
+            return ()
+        self._known = {*(m for m in self._known if m.name != info.name), info}
+        return info.template_faults
 
     def _rate(self, answer: Answer) -> float:
         """Prompt tokens a second of the answer's model, from its best long prefill so far."""
@@ -341,7 +352,8 @@ class LLMMagics(config.Settings, Magics):
                 info = outcome.info
                 screen.finish(
                     f"{info.name} is loaded: {info.family}, {info.dtype}, "
-                    f"{human_bytes(info.weight_bytes)}; context {info.context:,} tokens.",
+                    f"{human_bytes(info.weight_bytes)}; context {info.context:,} tokens."
+                    + "".join(f"\n{fault}" for fault in self._faults(info)),
                     "",
                 )
             else:
