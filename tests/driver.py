@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fakes import EOS, FakeModel, P, cold
 from mlx_jupyter.cache.invariants import check_settled
+from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.prefix_cache import PrefixCache
 from mlx_jupyter.engine.pipeline import Run
 from mlx_jupyter.engine.request import DEFAULTS, Request, Ticket
@@ -169,6 +170,17 @@ class Watched:
 def built(name: str) -> Any:
     """The family's model, built once."""
     return build(name)
+
+
+class Always(Rates):
+    """Rates by which computing is always dearer; measurements change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(prefill=1.0)
+
+    def seen(self, **measured: float) -> Rates:
+        del measured
+        return self
 
 
 class Bench:

@@ -3,28 +3,26 @@
 A ``World`` is what one process sees: a directory with pages, some kernels on it, a disk that may
 fail. It does one random step after another, and ``verify`` says what must hold after each.
 
-Run as a script it is a parent of processes that each live in a world of their own on one directory,
-until they are killed. It reads one JSON object a line: ``{"place": …}`` forks such a process and
-answers its pid; ``{"reap": pid}`` waits for its end and answers how it ended. It has imported MLX
-but never used it: only so do its children find MLX's threads alive.
+Run as a script it is a parent of processes (``nursery.py``) that each live in a world of their own
+on one directory, until they are killed. It has imported MLX but never used it: only so do its
+children find MLX's threads alive.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -35,16 +33,16 @@ import xxhash
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from driver import Bench, FakeBench, new_cache, prompt
+from driver import Always, Bench, FakeBench, new_cache, prompt
 from fakes import LETTERS
-from mlx_jupyter.cache import store_format, store_writer, tiers
+from mlx_jupyter.cache import store_file, store_writer, tiers
 from mlx_jupyter.cache.forgetting import forget
-from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.errors import Interrupted
+from nursery import Nursery, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mlx_jupyter.cache.store_writer import Put
 
@@ -136,28 +134,25 @@ class Disk:
             def write(self, data: Any) -> int:
                 return super().write(memoryview(data)[: disk.asked("write", len(data))])
 
-            def readinto(self, into: Any) -> int:
-                return super().readinto(memoryview(into)[: disk.asked("read", len(into))])
+        def readv(file: io.FileIO, parts: list[memoryview]) -> int:
+            asked = disk.asked("read", sum(part.nbytes for part in parts))
+            within = [p[: max(asked - at, 0)] for p, at in zip(parts, starts(parts), strict=True)]
+            return really(file, [part for part in within if part.nbytes])
 
         fake: Any = SimpleNamespace(FileIO=File)
-        store_format.io = store_writer.io = fake
+        really = store_file._readv
+        store_writer.io, store_file._readv = fake, readv
 
         def restore() -> None:
             self.heal()
-            store_format.io = store_writer.io = io
+            store_writer.io, store_file._readv = io, really
 
         return restore
 
 
-class Always(Rates):
-    """Rates by which computing is always dearer; measurements change nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(prefill=1.0)
-
-    def seen(self, **measured: float) -> Rates:
-        del measured
-        return self
+def starts(parts: list[memoryview]) -> Iterator[int]:
+    """Where each part begins in all of them."""
+    return accumulate((part.nbytes for part in parts[:-1]), initial=0)
 
 
 class Kernel(FakeBench):
@@ -605,8 +600,8 @@ class World:
                     assert self._is_in_a_longer_one(kernel, entry), f"{thing} has no file"
                     continue
                 if entry.path not in self.tokens:
-                    with store_format.open_file(entry.path) as file:
-                        self.tokens[entry.path] = store_format.read_tokens(file, entry.place)
+                    with store_file.open_file(entry.path) as file:
+                        self.tokens[entry.path] = store_file.read_tokens(file, entry.place)
                 theirs, ours = self.tokens[entry.path], tokens[entry.base : end]
                 assert (theirs[: len(ours)] == ours).all(), f"{entry} isn't of {thing}"
 
@@ -716,79 +711,39 @@ def wander(place: str, seed: int, steps: int, damage: bool, setting: dict[str, A
     run_program(World(Path(place), made), program)
 
 
-class Nursery:
-    """The script as seen from the tests: a context manager that starts, kills and reaps.
+class Wanderers(Nursery):
+    """The script as seen from the tests.
 
     Args:
         errors: a file for what children have to say of their end.
     """
 
     def __init__(self, errors: Path) -> None:
+        super().__init__(__file__, errors)
         self.errors = errors
-        with errors.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                start_new_session=True,
-            )
 
-    def start(
+    def start_in(
         self, place: Path, seed: int, *, steps: int, damage: bool = False, **setting: Any
     ) -> int:
         """Start a process in a world; its pid."""
-        asked = {"place": str(place), "seed": seed, "steps": steps, "damage": damage}
-        return int(self._ask({**asked, "setting": setting}))
+        return self.start(place=str(place), seed=seed, steps=steps, damage=damage, setting=setting)
 
     def kill(self, pid: int) -> None:
         """Kill a process, and see that nothing else had ended it."""
         os.kill(pid, signal.SIGKILL)
         assert self.reap(pid) in (0, -signal.SIGKILL), self.errors.read_text()[-20_000:]
 
-    def reap(self, pid: int) -> int:
-        """Wait for its end; its exit code, negative for a signal."""
-        return int(self._ask({"reap": pid}))
 
-    def _ask(self, question: dict[str, Any]) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-
-def _serve() -> None:
-    for line in sys.stdin:
-        question = json.loads(line)
-        if (reaped := question.pop("reap", None)) is not None:
-            print(os.waitstatus_to_exitcode(os.waitpid(reaped, 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid:
-            print(pid, flush=True)
-            continue
-        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        os.dup2(2, 1)
-        try:
-            wander(**question)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(3)
-        os._exit(0)
+def _do(**task: Any) -> None:
+    """Wander; whatever the end, MLX's threads aren't waited for."""
+    try:
+        wander(**task)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(_do)

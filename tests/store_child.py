@@ -1,29 +1,24 @@
-"""Processes that use a store, for ``test_store``: started once, then forked within milliseconds.
+"""Processes that use a store, for ``test_store``: what they do, and how its files are made.
 
-Run as a script it is a parent of such processes. It reads one JSON object a line: ``{"task": name,
-…}`` forks a child that does this task and answers its pid; ``{"reap": pid}`` waits for its end and
-answers how it ended (as ``waitstatus_to_exitcode``). It imports no MLX and has one thread.
+Run as a script it is a parent of such processes (``nursery.py``): ``{"task": name, …}`` does one of
+``TASKS``. It imports no MLX and has one thread.
 
 What a page holds follows from its key alone, so that anyone can tell whether it is right.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mlx_jupyter.cache import keys
 from mlx_jupyter.cache.store import Content, Entry, Shelf, Store, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from nursery import serve
 
 PAGE = 256
 SIZE = 40_000
@@ -119,63 +114,9 @@ def threadless(directory: str) -> None:
 TASKS = {"churn": churn, "limited": limited, "threadless": threadless}
 
 
-class Nursery:
-    """The script as seen from the tests: a context manager that starts and ends children."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, task: str, **arguments: Any) -> int:
-        """Start a task; its pid."""
-        return int(self._ask({"task": task, **arguments}))
-
-    def reap(self, pid: int) -> int:
-        """Wait for its end; its exit code, negative for a signal."""
-        return int(self._ask({"reap": pid}))
-
-    def _ask(self, question: dict[str, Any]) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-
-def _questions() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
-def _serve() -> None:
-    for question in _questions():
-        if (reaped := question.pop("reap", None)) is not None:
-            print(os.waitstatus_to_exitcode(os.waitpid(reaped, 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid:
-            print(pid, flush=True)
-            continue
-        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        os.dup2(2, 1)
-        TASKS[question.pop("task")](**question)
-        sys.exit(0)
+def _do(task: str, **arguments: Any) -> None:
+    TASKS[task](**arguments)
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(_do)

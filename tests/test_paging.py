@@ -29,9 +29,9 @@ from paging_child import (
     LOSSES,
     QUIET,
     ROOMY,
-    Nursery,
     Program,
     Setting,
+    Wanderers,
     World,
     run_program,
     weighted,
@@ -138,13 +138,13 @@ class TestProcesses:
         prompts = [prompt(n, seed) for n in (300, 511, 700) for seed in range(8)]
         right: dict[tuple[int, ...], list[int]] = {}
         setting = {"kinds": model.kinds, "store_budget": 500_000, "processes": 4, "window": 32}
-        with Nursery(tmp_path / "errors") as nursery:
+        with Wanderers(tmp_path / "errors") as nursery:
             alive: list[int] = []
             killed = reused = 0
             while killed < 100 * MANY:
                 while len(alive) < 3:
                     alive.append(
-                        nursery.start(place, dice.getrandbits(40), steps=1 << 12, **setting)
+                        nursery.start_in(place, dice.getrandbits(40), steps=1 << 12, **setting)
                     )
                 time.sleep(dice.random() * 0.2)
                 nursery.kill(alive.pop(dice.randrange(3)))
@@ -173,12 +173,14 @@ class TestProcesses:
 
     @pytest.mark.parametrize("kinds", KINDS[:4])
     def test_two_on_one_store(self, place: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
-        with Nursery(tmp_path / "errors") as nursery:
+        with Wanderers(tmp_path / "errors") as nursery:
             for _ in range(MANY):
                 setting = {"kinds": kinds, "processes": 2, "window": 32}
                 setting["store_budget"] = random.choice([ROOMY, 200_000, 60_000])
                 pids = [
-                    nursery.start(place, random.getrandbits(40), steps=40, damage=True, **setting)
+                    nursery.start_in(
+                        place, random.getrandbits(40), steps=40, damage=True, **setting
+                    )
                     for _ in range(2)
                 ]
                 ended = [nursery.reap(pid) for pid in pids]

@@ -23,17 +23,20 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import store_child
 from mlx_jupyter.cache import (
     keys,
     store_budget,
     store_faults,
+    store_file,
     store_format,
     store_listing,
 )
 from mlx_jupyter.cache.store import Entry, Store, Tensor, Usage
 from mlx_jupyter.cache.store_budget import items
 from mlx_jupyter.cache.store_ledger import LONG, Ledger
-from store_child import PAGE, Nursery, everything, ids_of, is_right, put
+from nursery import Nursery
+from store_child import PAGE, everything, ids_of, is_right, put
 
 FDS = Path("/proc/self/fd")
 BIG = 1 << 40
@@ -66,7 +69,7 @@ def warned(monkeypatch):
 
 @pytest.fixture(scope="module")
 def nursery():
-    with Nursery() as made:
+    with Nursery(store_child.__file__) as made:
         yield made
 
 
@@ -460,7 +463,7 @@ class TestDamage:
     def test_a_disk_that_cannot_be_read_or_no_memory(self, shelf, entry, monkeypatch):
         for error in (OSError(errno.EIO, "broken"), OSError(errno.EMFILE, "many"), MemoryError()):
             with monkeypatch.context() as patch:
-                patch.setattr(store_format, "_fill", Mock(side_effect=error))
+                patch.setattr(store_file, "_fill", Mock(side_effect=error))
                 assert shelf.read(entry) is None
         assert shelf._store.faults.count == 3
         assert is_right(entry, shelf.read(entry)), "the file is as it was"
@@ -609,7 +612,7 @@ class TestRefusals:
         store.close(10)
 
     def test_a_limit_on_files(self, nursery, place):
-        assert nursery.reap(nursery.start("limited", directory=str(place))) == 0
+        assert nursery.reap(nursery.start(task="limited", directory=str(place))) == 0
         store = Store(place, budget=BIG)
         found = everything(shelf := store.shelf("model"))
         assert [e.start for e in sorted(found, key=lambda e: e.start)] == [0, 2 * PAGE]
@@ -771,17 +774,17 @@ class TestBudget:
         store = Store(place, budget=2 * 41_500)
         shelf = store.shelf("model")
         entry = stored(shelf)
-        fill, evicted = store_format._fill, []
+        fill, evicted = store_file._fill, []
 
         def late(file, into, *more):
-            if into.nbytes > 10_000 and not evicted:
+            if sum(part.nbytes for part in into) > 10_000 and not evicted:
                 evicted.append(True)
                 for seed in (40, 44, 48):
                     stored(shelf, seed)
                 assert not entry.path.exists()
             fill(file, into, *more)
 
-        monkeypatch.setattr(store_format, "_fill", late)
+        monkeypatch.setattr(store_file, "_fill", late)
         assert is_right(entry, shelf.read(entry))
         assert shelf.read(entry) is None
         assert store.faults.count == 0
@@ -1118,7 +1121,7 @@ class TestTheQueue:
         assert not thread.is_alive()
 
     def test_a_process_may_just_end(self, nursery, place):
-        assert nursery.reap(nursery.start("threadless", directory=str(place))) == 0
+        assert nursery.reap(nursery.start(task="threadless", directory=str(place))) == 0
         assert Store(place, budget=BIG).usage().files == 1
 
     def test_forgotten_things_are_gone_for_good(self, store, shelf, stuck):
@@ -1207,9 +1210,9 @@ class TestReading:
         read = shelf._read
         ahead = 2 * entries[0].nbytes
 
-        def noted(entry, stopped):
+        def noted(entry, stopped, into):
             began[entries.index(entry)].set()
-            return read(entry, stopped)
+            return read(entry, stopped, into)
 
         monkeypatch.setattr(shelf, "_read", noted)
         with shelf.reader(entries, ahead) as reading:
@@ -1228,7 +1231,7 @@ class TestReading:
     def test_cancelled_from_another_thread(self, shelf, entries, monkeypatch):
         began = threading.Event()
 
-        def stuck(entry, stopped):
+        def stuck(entry, stopped, into):
             began.set()
             while not stopped():
                 time.sleep(0.001)
@@ -1250,8 +1253,8 @@ class TestReading:
     def test_left_early_or_by_an_exception(self, shelf, entries, monkeypatch):
         read, made = shelf._read, []
 
-        def noted(entry, stopped):
-            content = read(entry, stopped)
+        def noted(entry, stopped, into):
+            content = read(entry, stopped, into)
             if content is not None:
                 made.append(weakref.ref(content.tokens))
             return content
@@ -1316,7 +1319,7 @@ class TestProcesses:
 
     def test_two_on_one_store(self, nursery, place):
         tasks = {"directory": str(place), "budget": self.BUDGET, "rounds": 60}
-        pids = [nursery.start("churn", seed=seed, **tasks) for seed in (1, 2)]
+        pids = [nursery.start(task="churn", seed=seed, **tasks) for seed in (1, 2)]
         store = Store(place, budget=self.BUDGET)
         shelf = store.shelf("model")
         dice = random.Random(3)
@@ -1339,7 +1342,9 @@ class TestProcesses:
         for n in range(110):
             running = 1 + n % 2
             pids = [
-                nursery.start("churn", directory=str(place), budget=self.BUDGET, seed=2 * n + i)
+                nursery.start(
+                    task="churn", directory=str(place), budget=self.BUDGET, seed=2 * n + i
+                )
                 for i in range(running)
             ]
             time.sleep(0.005 + dice.random() * 0.07)

@@ -9,15 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from driver import ask, new_cache
+from driver import Always, ask, new_cache
 from fakes import FakeModel, cold
-from mlx_jupyter.cache import ghosts, store_format
+from mlx_jupyter.cache import ghosts, store_file
 from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.errors import Interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mlx_jupyter.cache.prefix_cache import PrefixCache
@@ -36,13 +36,24 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def save(cache: PrefixCache) -> None:
-    cache.tiers.save_all(lambda: False)
-
-
 def kernel(model: Any, store: Store, budget: int = 1 << 30) -> PrefixCache:
     """A prefix cache as a fresh kernel has it."""
     return new_cache(model, budget, store.shelf("fake"))
+
+
+def written(cache: PrefixCache, store: Store) -> None:
+    """Have all of it on disk."""
+    cache.tiers.save_all(lambda: False)
+    assert store.flush(10)
+
+
+def before(model: Any, store: Store, *prompts: Sequence[int], count: int = 4) -> list[int]:
+    """An earlier kernel was asked these, and each is on disk; what it answered last."""
+    first = kernel(model, store)
+    for ids in prompts:
+        run = ask(first, model, ids, count)
+        written(first, store)
+    return run.tokens
 
 
 class TestWarmStart:
@@ -52,13 +63,10 @@ class TestWarmStart:
         self, store: Store, kinds: tuple[str, ...], length: int
     ) -> None:
         model = FakeModel(kinds)
-        first = kernel(model, store)
         ids = prompt(length)
-        run = ask(first, model, ids, 9, owner="a")
-        save(first)
-        assert store.flush(10)
+        answer = before(model, store, ids, count=9)
         second = kernel(model, store)
-        again = [*ids, *run.tokens, *prompt(7, 2)]
+        again = [*ids, *answer, *prompt(7, 2)]
         expected = cold(model, again, 5)
         warm = ask(second, model, again, 5)
         second.check()
@@ -72,13 +80,10 @@ class TestWarmStart:
     @pytest.mark.parametrize("kinds", [("state",), ("window",), ("window", "state")])
     def test_models_without_full_layers(self, store: Store, kinds: tuple[str, ...]) -> None:
         model = FakeModel(kinds)
-        first = kernel(model, store)
         ids = prompt(600)
-        run = ask(first, model, ids, 9)
-        save(first)
-        assert store.flush(10)
+        answer = before(model, store, ids, count=9)
         second = kernel(model, store)
-        again = [*ids, *run.tokens, 5, 6]
+        again = [*ids, *answer, 5, 6]
         warm = ask(second, model, again, 5)
         second.check()
         assert warm.tokens == cold(model, again, 5)
@@ -86,13 +91,9 @@ class TestWarmStart:
 
     def test_a_branch_that_parts_within_a_page(self, store: Store) -> None:
         model = FakeModel()
-        first = kernel(model, store)
         a = [*prompt(300), *prompt(300, 1)]
         b = [*prompt(300), *prompt(300, 2)]
-        for ids in (a, b):
-            ask(first, model, ids, 3)
-            save(first)
-            assert store.flush(10)
+        before(model, store, a, b)
         second = kernel(model, store)
         for ids in (b, a):
             run = ask(second, model, ids, 3)
@@ -102,10 +103,7 @@ class TestWarmStart:
 
     def test_a_prompt_that_shares_a_part_of_a_page(self, store: Store) -> None:
         model = FakeModel()
-        first = kernel(model, store)
-        ask(first, model, prompt(700), 3)
-        save(first)
-        assert store.flush(10)
+        before(model, store, prompt(700))
         second = kernel(model, store)
         ids = [*prompt(700)[:333], *prompt(40, 5)]
         run = ask(second, model, ids, 3)
@@ -115,10 +113,7 @@ class TestWarmStart:
 
     def test_what_a_short_prompt_has_is_not_worth_a_file(self, store: Store) -> None:
         model = FakeModel()
-        first = kernel(model, store)
-        ask(first, model, prompt(20), 3)
-        save(first)
-        assert store.flush(10)
+        before(model, store, prompt(20))
         assert store.usage().files == 0
 
     def test_a_growing_tip_leaves_one_file_a_page(self, store: Store) -> None:
@@ -128,10 +123,8 @@ class TestWarmStart:
         for _ in range(6):
             ids = [*ids, *ask(cache, model, ids, 20, owner="a").tokens]
             for _ in range(2):  # written, then noted
-                save(cache)
-                assert store.flush(10)
-        save(cache)
-        assert store.flush(10)
+                written(cache, store)
+        written(cache, store)
         assert store.usage().files == 1
 
 
@@ -157,10 +150,7 @@ class TestUnderABudget:
 
     def test_where_reading_is_slower_than_computing_it_is_computed(self, store: Store) -> None:
         model = FakeModel()
-        first = kernel(model, store)
-        ask(first, model, prompt(900), 3)
-        save(first)
-        assert store.flush(10)
+        before(model, store, prompt(900))
         second = kernel(model, store)
         second.rates = Rates(prefill=1.0, restore=0.1, read=2.0)
         run = ask(second, model, prompt(900), 3)
@@ -183,11 +173,8 @@ class TestLoss:
         self, store: Store, kinds: tuple[str, ...], which: int
     ) -> None:
         model = FakeModel(kinds)
-        first = kernel(model, store)
         ids = prompt(1000)
-        ask(first, model, ids, 4)
-        save(first)
-        assert store.flush(10)
+        before(model, store, ids)
         files = sorted(store.directory.rglob("*.safetensors"))
         victim = files[which * len(files) // 5]
         second = kernel(model, store)
@@ -203,66 +190,35 @@ class TestLoss:
         assert run.tokens == cold(model, ids, 4)
         assert ask(second, model, ids, 4).cached == 999
 
-    def test_an_interrupt_while_reading_keeps_what_arrived(self, store: Store) -> None:
-        model = FakeModel()
-        first = kernel(model, store)
+    @pytest.mark.parametrize(("kinds", "kept"), [(("rows", "rows"), 512), (KINDS, 0)])
+    def test_an_interrupt_while_reading_keeps_what_arrived(
+        self, store: Store, kinds: tuple[str, ...], kept: int
+    ) -> None:
+        """Where windows and states would have had to arrive too, that is nothing yet."""
+        model = FakeModel(kinds)
         ids = prompt(1500)
-        ask(first, model, ids, 4)
-        save(first)
-        assert store.flush(10)
+        before(model, store, ids)
         second = kernel(model, store)
         asked = iter([False, False, True])
         with pytest.raises(Interrupted):
             second.open(ids, cancelled=lambda: next(asked)).__enter__()
         second.check()
-        assert second.live.offset == 512
+        assert second.live.offset == kept
         run = ask(second, model, ids, 4)
         assert run.cached == 1499
         assert run.tokens == cold(model, ids, 4)
-
-    def test_an_interrupt_while_reading_with_windows_and_states(self, store: Store) -> None:
-        model = FakeModel(KINDS)
-        first = kernel(model, store)
-        ids = prompt(1500)
-        ask(first, model, ids, 4)
-        save(first)
-        assert store.flush(10)
-        second = kernel(model, store)
-        asked = iter([False, False, True])
-        with pytest.raises(Interrupted):
-            second.open(ids, cancelled=lambda: next(asked)).__enter__()
-        second.check()
-        assert second.live.offset == 0
-        run = ask(second, model, ids, 4)
-        assert run.cached == 1499
-        assert run.tokens == cold(model, ids, 4)
-
-
-class Always(Rates):
-    """Rates by which computing is always dearer; measurements change nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(prefill=1.0)
-
-    def seen(self, **measured: float) -> Rates:
-        del measured
-        return self
 
 
 def test_exactness_mode_leaves_the_shelf_alone(store: Store) -> None:
     model = FakeModel()
-    first = kernel(model, store)
-    ask(first, model, prompt(600), 4)
-    save(first)
-    assert store.flush(10)
+    before(model, store, prompt(600))
     second = kernel(model, store)
     second.exact = True
     assert ask(second, model, prompt(600), 4).cached == 0
-    before = store.usage()
+    usage = store.usage()
     ask(second, model, prompt(700, 3), 4)
-    save(second)
-    assert store.flush(10)
-    assert store.usage() == before
+    written(second, store)
+    assert store.usage() == usage
 
 
 def test_bfloat16_rows_and_odd_dtypes_survive() -> None:
@@ -294,11 +250,11 @@ class TestHostMemory:
         prompts = [[seed, *prompt(999, seed)] for seed in range(conversations + 2)]
         for _ in range(3):
             for ids in prompts:
-                before = cache.plan(np.array(ids, np.int32))
+                planned = cache.plan(np.array(ids, np.int32))
                 run = ask(cache, model, ids, 4, owner=str(ids[:3]))
                 cache.check()
                 assert run.tokens == cold(model, ids, 4)
-                assert before.recomputed in (1, 1000)
+                assert planned.recomputed in (1, 1000)
                 assert cache.tally.host <= room
         residences = {p.residence for n in cache.trie.nodes() for p in n.pages}
         assert ("disk" if conversations > 4 else "host") in residences
@@ -334,21 +290,17 @@ class TestHostMemory:
         cache = new_cache(model, 1 << 30, store.shelf("fake"), host_budget=1 << 30)
         ask(cache, model, prompt(700), 4)
         cache.evict()
-        save(cache)
-        assert store.flush(10)
+        written(cache, store)
         other = kernel(model, store)
         assert ask(other, model, prompt(700), 4).cached == 699
 
 
 def test_what_may_go_on_is_read_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel()
-    first = kernel(model, store)
     ids = prompt(1500)
-    ask(first, model, ids, 4)
-    save(first)
-    assert store.flush(10)
+    before(model, store, ids)
     asked: list[str] = []
-    monkeypatch.setattr(store_format, "will_need", lambda path: asked.append(path.name))
+    monkeypatch.setattr(store_file, "will_need", lambda path: asked.append(path.name))
     second = kernel(model, store)
     ask(second, model, ids[:300], 1)
     assert store.flush(10)
@@ -364,8 +316,7 @@ def test_what_lies_on_disk_only_is_known_within_bounds(
     cache = kernel(model, store)
     for seed in range(8):
         ask(cache, model, [seed, *prompt(300, seed)], 2)
-        save(cache)
-        assert store.flush(10)
+        written(cache, store)
         cache.tiers.note()
         cache.evict()
         cache.check()

@@ -21,15 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import xxhash
 
-from mlx_jupyter.cache.store_format import (
-    Damaged,
-    Stopped,
-    Tensor,
-    flat,
-    open_file,
-    table_of,
-    tiled,
-)
+from mlx_jupyter.cache.store_file import Damaged, Stopped, open_file, table_of, tiled
+from mlx_jupyter.cache.store_format import HEAD, UNTIL, ZEROS, Tensor, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +40,6 @@ MAX_FILE = 1 << 36
 
 _FORMAT = "mlx-jupyter conversation"
 _VERSION = "1"
-_HEAD = b'{"__metadata__":{"checksum":"'
-_ZEROS = b"0" * 16
-_UNTIL = len(_HEAD) + len(_ZEROS)
 _OURS = b'","format":"mlx-jupyter conversation","version":"'
 _ALIGN = 64
 _SPAN = 1 << 24
@@ -119,7 +109,7 @@ def write(
                     _write(file, view)
                     done += view.nbytes
                 told(done, total)
-            file.seek(8 + len(_HEAD))
+            file.seek(8 + len(HEAD))
             _write(file, memoryview(sum_.hexdigest().encode()))
             os.fsync(file.fileno())
         if stopped():
@@ -141,7 +131,7 @@ def _write(file: io.FileIO, data: memoryview) -> None:
 def _header(meta: Mapping[str, str], entries: Sequence[Entry]) -> bytearray:
     table: dict[str, Any] = {
         "__metadata__": {
-            "checksum": _ZEROS.decode(),
+            "checksum": ZEROS.decode(),
             "format": _FORMAT,
             "version": _VERSION,
             **meta,
@@ -167,14 +157,14 @@ def foreign(path: Path) -> str:
     """What is at a path that ``write`` mustn't replace; "" for nothing, or one of our files."""
     try:
         with open_file(path) as file:
-            start = file.read(8 + _UNTIL + len(_OURS)) or b""
+            start = file.read(8 + UNTIL + len(_OURS)) or b""
     except FileNotFoundError:
         return ""
     except Damaged as error:
         return str(error).removeprefix("it is ").removeprefix("it ")
     except OSError as error:
         return error.strerror or type(error).__name__
-    ours = start[8:].startswith(_HEAD) and start[8 + _UNTIL :] == _OURS
+    ours = start[8:].startswith(HEAD) and start[8 + UNTIL :] == _OURS
     return "" if ours else "another kind of file"
 
 
@@ -206,8 +196,8 @@ class Bundle:
     def _open(self) -> None:
         self.nbytes = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._at(0, min(8, self.nbytes)).tobytes(), "little")
-        start = self._at(8, max(min(_UNTIL + len(_OURS), self.nbytes - 8), 0)).tobytes()
-        if not start.startswith(_HEAD) or start[_UNTIL:] != _OURS:
+        start = self._at(8, max(min(UNTIL + len(_OURS), self.nbytes - 8), 0)).tobytes()
+        if not start.startswith(HEAD) or start[UNTIL:] != _OURS:
             raise Foreign("it is another kind of file")
         if self.nbytes > MAX_FILE or length > MAX_HEADER:
             raise Damaged("it is too large")
@@ -229,8 +219,8 @@ class Bundle:
         places = tiled(table, self.nbytes - self._data)
         self.tensors = {name: entry for name, (entry, _) in places.items()}
         self._starts = {name: start for name, (_, start) in places.items()}
-        self._checksum = bytes(text[len(_HEAD) : _UNTIL])
-        text[len(_HEAD) : _UNTIL] = _ZEROS
+        self._checksum = bytes(text[len(HEAD) : UNTIL])
+        text[len(HEAD) : UNTIL] = ZEROS
         self._zeroed = bytes(text)
 
     def verify(

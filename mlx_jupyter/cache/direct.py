@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.dtypes import DTYPES, TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +47,7 @@ def write(
     for source in rows:
         if not all(_fits(layer, like) for layer, like in zip(layers, source, strict=True)):
             return False
-    for layer, like in zip(layers, rows[0], strict=True):
-        _prepare(layer, like, max(end, total))
+    _prepare(layers, rows[0], max(end, total))
     at = start
     for source in rows:
         until = at + int(source[0][0][1].shape[-2])
@@ -57,7 +56,7 @@ def write(
                 np.array(buffer, copy=False)[..., at:until, :] = piece
         at = until
     for layer in layers:
-        layer.cache.offset = end
+        layer.advance(end)
     return True
 
 
@@ -73,22 +72,23 @@ def _fits(layer: ly.RowsLayer, like: _Like) -> bool:
     if type(layer) is ly.ConcatenatedRows or any(dtype == "BF16" for dtype, _ in like):
         return False  # NumPy has no bfloat16
     if not layer.arrays:
-        return len(like) == (6 if type(layer) is ly.QuantizedRows else 2)
+        return len(like) == layer.count
     return len(layer.arrays) == len(like) and all(
         (*buffer.shape[:-2], buffer.shape[-1]) == (*rows.shape[:-2], rows.shape[-1])
-        and buffer.dtype == _dtype(rows)
-        for buffer, (_, rows) in zip(layer.arrays, like, strict=True)
+        and DTYPES[buffer.dtype] == dtype
+        for buffer, (dtype, rows) in zip(layer.arrays, like, strict=True)
     )
 
 
-def _prepare(layer: ly.RowsLayer, like: _Like, total: int) -> None:
-    if layer.arrays:
-        layer.reserve(total)
-    else:
-        layer.allocate(
-            [((*rows.shape[:-2], total, rows.shape[-1]), _dtype(rows)) for _, rows in like]
-        )
-
-
-def _dtype(rows: np.ndarray) -> mx.Dtype:
-    return mx.array(rows[..., :0, :]).dtype
+def _prepare(layers: Sequence[ly.RowsLayer], like: Sequence[_Like], total: int) -> None:
+    if layers[0].arrays:
+        for layer in layers:
+            layer.reserve(total)
+        return
+    ly.allocate(
+        layers,
+        [
+            [((*rows.shape[:-2], total, rows.shape[-1]), TYPES[dtype]) for dtype, rows in each]
+            for each in like
+        ],
+    )

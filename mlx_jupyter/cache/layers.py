@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_jupyter.cache.blank import blank
 from mlx_jupyter.cache.needs import Needs, Window
 
 if TYPE_CHECKING:
@@ -51,7 +52,13 @@ def signature(arrays: Rows) -> tuple[Any, ...]:
 
 
 class RowsLayer:
-    """``KVCache``: rows of all tokens in a buffer that grows in steps."""
+    """``KVCache``: rows of all tokens in a buffer that grows in steps.
+
+    Attributes:
+        count: how many buffers it has.
+    """
+
+    count = 2
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -82,6 +89,11 @@ class RowsLayer:
     def rewind(self, at: int) -> None:
         """Forget the rows from ``at`` on; the buffer stays, for those that come next."""
         assert at <= self.offset, (at, self.offset)
+        self.cache.offset = at
+
+    def advance(self, at: int) -> None:
+        """The rows up to ``at`` have been written into the buffer's spare room."""
+        assert self.offset <= at <= self.capacity, (self.offset, at, self.capacity)
         self.cache.offset = at
 
     def resize(self, total: int) -> None:
@@ -117,11 +129,15 @@ class RowsLayer:
             self._set(tuple(_joined(pieces, max(end, total)) for pieces in both))
         self.cache.offset = end
 
-    def allocate(self, buffers: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
-        """Have empty buffers of these shapes and types; it must have none yet."""
-        assert not self.arrays
-        self._set(tuple(mx.zeros(shape, dtype) for shape, dtype in buffers))
-        mx.eval(self.arrays)
+    def take(self, arrays: Rows) -> None:
+        """Have these buffers, all of them spare room; it must hold nothing."""
+        assert not self.offset
+        self._set(arrays)
+
+    def let_go(self) -> None:
+        """Have no buffers; it must hold nothing."""
+        assert not self.offset
+        self.cache.keys = self.cache.values = None
 
 
 class ConcatenatedRows(RowsLayer):
@@ -150,6 +166,8 @@ class ConcatenatedRows(RowsLayer):
 
 class QuantizedRows(RowsLayer):
     """``QuantizedKVCache``: packed values, scales and biases of K and V."""
+
+    count = 6
 
     @property
     def arrays(self) -> Rows:
@@ -293,6 +311,15 @@ def _joined(parts: Sequence[mx.array], total: int) -> mx.array:
     *front, _, width = parts[0].shape
     spare = mx.zeros((*front, total - count, width), parts[0].dtype)
     return mx.concatenate([*parts, spare], axis=-2)
+
+
+def allocate(
+    layers: Sequence[RowsLayer], buffers: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]]
+) -> None:
+    """Give each layer buffers of these shapes and types, all of them spare room."""
+    made = iter(blank([each for some in buffers for each in some]))
+    for layer, some in zip(layers, buffers, strict=True):
+        layer.take(tuple(next(made) for _ in some))
 
 
 # --- objects ----------------------------------------------------------------------------------

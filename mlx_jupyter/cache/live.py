@@ -12,7 +12,7 @@ import numpy as np
 from mlx_jupyter.cache import direct
 from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache.packing import HostRows
-from mlx_jupyter.cache.pages import Stacks, Strip, group, joined_stacks, stack, unstack
+from mlx_jupyter.cache.pages import Placed, Stacks, Strip, group, joined_stacks, stack, unstack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,17 +145,22 @@ class Live:
             layer.rewind(keep)
         del self.ids[keep:], self.passes[keep:]
 
-    def read_in(self, parts: Sequence[RowSource], ids: np.ndarray, total: int) -> None:
+    def read_in(self, parts: Sequence[RowSource | Placed], ids: np.ndarray, total: int) -> None:
         """Append stored rows to the full layers.
 
         Args:
-            parts: consecutive; they cover the positions of ``ids``, maybe more at either end.
+            parts: consecutive; they cover the positions of ``ids``, maybe more at either end. All
+                of them or none are ``Placed``.
             ids: the tokens to append.
             total: rows to have room for.
         """
         end = self.offset + len(ids)
-        if self.leaves.rows and not self._write(parts, end, total):
-            self._append(parts, end, total)
+        sources = [part for part in parts if not isinstance(part, Placed)]
+        if not sources:
+            for layer in self.leaves.rows:
+                layer.advance(end)
+        elif self.leaves.rows and not self._write(sources, end, total):
+            self._append(sources, end, total)
         self.ids.frombytes(ids.astype(np.int32).tobytes())
 
     def _append(self, parts: Sequence[RowSource], end: int, total: int) -> None:

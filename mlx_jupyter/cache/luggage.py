@@ -25,7 +25,7 @@ from mlx_jupyter.cache.packing import (
     unpack_states,
 )
 from mlx_jupyter.cache.pages import Mark, Page, Strip, Tally, compacted, stack
-from mlx_jupyter.cache.store_format import Damaged
+from mlx_jupyter.cache.store_file import Damaged
 from mlx_jupyter.cache.trie import PAGE
 from mlx_jupyter.cache.view import MarkKind
 

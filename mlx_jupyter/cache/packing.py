@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from mlx_jupyter.cache.dtypes import DTYPES, NUMPY
 from mlx_jupyter.cache.layers import arrays_in, compact
 from mlx_jupyter.cache.store_format import Tensor
 
@@ -26,34 +27,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.layers import StateLayer
     from mlx_jupyter.cache.pages import Stacks
 
-_DTYPES = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.bool_: "BOOL",
-}
-_NUMPY = {
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": np.uint16,  # NumPy has no such type: its bits
-    "U32": np.uint32,
-    "I32": np.int32,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "BOOL": np.bool_,
-}
 _PLAN = "plan"
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH = 8
@@ -214,7 +187,7 @@ def unpack_states(
 
 
 def _pack(array: mx.array) -> Tensor:
-    name = _DTYPES.get(array.dtype)
+    name = DTYPES.get(array.dtype)
     if name is None:
         raise Unpackable(f"arrays of {array.dtype} aren't stored")
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
@@ -228,7 +201,7 @@ def _pack(array: mx.array) -> Tensor:
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    return np.frombuffer(tensor.data, _NUMPY[tensor.dtype]).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, NUMPY[tensor.dtype]).reshape(tensor.shape)
 
 
 def _array(host: np.ndarray, dtype: str) -> mx.array:

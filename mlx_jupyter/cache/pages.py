@@ -48,6 +48,14 @@ class RowSource(Protocol):
         """The stacks of the part within ``[start, end)``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The rows ``[start, end)``, which are in the live cache's buffers already."""
+
+    start: int
+    end: int
+
+
 def host_bytes(packed: Packed | None) -> int:
     """Bytes of a copy in the host's memory, if there is one."""
     return 0 if packed is None else packed_bytes(packed)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from mlx_jupyter.cache.pages import Mark, Page, Strip
+    from mlx_jupyter.cache.pages import Mark, Page, Placed, RowSource, Strip
     from mlx_jupyter.cache.plan import Plan
     from mlx_jupyter.cache.prefix_cache import PathNode, PrefixCache
     from mlx_jupyter.cache.view import MarkKind
@@ -203,22 +203,18 @@ class Session:
         cache, live = self._cache, self._cache.live
         keep, from_disk = live.offset, self.plan.read
         began = cache.now()
-        with cache.reader.pages(pages) as read:
-            for run in _runs(pages, BATCH if live.gpu else 1):
-                parts = []
-                for page in run:
-                    if page.residence in AWAY and self._told_to_stop():
-                        self._stop_short()
-                        raise Interrupted
-                    rows = read(page)
-                    if rows is None:
-                        return False
-                    parts.append(rows)
-                end = min(run[-1].end, self.start)
-                live.read_in(parts, self._ids[live.offset : end], self._total)
-                for page in run:
-                    if page.end <= end:
-                        page.now_live()
+        reading = cache.reader.pages(pages, self._total, self._told_to_stop)
+        try:
+            with reading as read:
+                if not self._put(pages, read):
+                    return False
+        except Interrupted:
+            self._stop_short()
+            raise
+        finally:
+            if reading.hung:
+                log.warning("A disk doesn't answer; what was in the live cache is let go of.")
+                cache.drop_live()
         tokens = self.start - keep
         if tokens >= MEASURED:
             seconds = (cache.now() - began) / tokens
@@ -227,6 +223,24 @@ class Session:
                 if from_disk > tokens // 2
                 else cache.rates.seen(restore=seconds)
             )
+        return True
+
+    def _put(
+        self, pages: Sequence[Page], read: Callable[[Page], RowSource | Placed | None]
+    ) -> bool:
+        live = self._cache.live
+        for run in _runs(pages, BATCH if live.gpu else 1):
+            parts = []
+            for page in run:
+                rows = read(page)
+                if rows is None:
+                    return False
+                parts.append(rows)
+            end = min(run[-1].end, self.start)
+            live.read_in(parts, self._ids[live.offset : end], self._total)
+            for page in run:
+                if page.end <= end:
+                    page.now_live()
         return True
 
     def _stop_short(self) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from mlx_jupyter.cache import store_shelf
 from mlx_jupyter.cache.store_budget import Room
 from mlx_jupyter.cache.store_faults import Faults
-from mlx_jupyter.cache.store_format import Content, Tensor
+from mlx_jupyter.cache.store_file import Content
+from mlx_jupyter.cache.store_format import Tensor
 from mlx_jupyter.cache.store_listing import Entry, Listings, Usage, remove
 from mlx_jupyter.cache.store_reading import Reading
 from mlx_jupyter.cache.store_shelf import Shelf

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from mlx_jupyter.cache.store_format import Content
+    from mlx_jupyter.cache.store_file import Content
     from mlx_jupyter.cache.store_listing import Entry
 
     Read = Callable[[Entry, Callable[[], bool]], Content | None]
@@ -28,6 +28,13 @@ AHEAD = 64 << 20
 
 THREADS = 4
 """Files that are read at once: copying and checking one keeps a processor busy."""
+
+
+GLANCE = 0.05
+"""Seconds between two looks at whether to stop, while nothing comes."""
+
+PATIENCE = 2.0
+"""Seconds that a thread has to end its read of a piece; a disk that takes longer doesn't answer."""
 
 
 class _Pump:
@@ -86,9 +93,22 @@ class Reading:
         read: reads one; told by its second argument, it may end early with None.
         entries: what to read.
         ahead_bytes: files' bytes that may be read but not taken yet; one file always may.
+        told_to_stop: looked at while a file keeps the user waiting; True cancels the reading.
+
+    Attributes:
+        hung: after the block: a read of a disk that doesn't answer was left alone with its thread.
+            It may still end, and what it reads into must not be used any more.
     """
 
-    def __init__(self, read: Read, entries: Sequence[Entry], ahead_bytes: int = AHEAD) -> None:
+    def __init__(
+        self,
+        read: Read,
+        entries: Sequence[Entry],
+        ahead_bytes: int = AHEAD,
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.hung = False
+        self._told_to_stop = told_to_stop
         largest = max((entry.nbytes for entry in entries), default=1)
         permits = max(1, min(ahead_bytes // max(largest, 1), len(entries)))
         threads = min(THREADS, os.cpu_count() or 1, permits)
@@ -125,7 +145,12 @@ class Reading:
         while self._at not in self._done:
             if self._at >= len(self._entries) or self._pump.cancelled:
                 raise StopIteration
-            number, content = self._pump.read.get()
+            try:
+                number, content = self._pump.read.get(timeout=GLANCE)
+            except queue.Empty:
+                if self._told_to_stop():
+                    self._pump.cancel()
+                continue
             self._done[number] = content
         if self._pump.cancelled:
             raise StopIteration
@@ -142,16 +167,11 @@ class Reading:
     ) -> None:
         self._pump.cancel()
         try:
-            self._join()
-        except KeyboardInterrupt:
-            self._join()  # a second one lets go of a disk that doesn't answer
-            raise
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(PATIENCE)
         finally:
+            self.hung = any(thread.is_alive() for thread in self._threads)
             self._at = len(self._entries)
             self._done.clear()
             self._pump.let_go()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from mlx_jupyter.cache import keys, store_format
-from mlx_jupyter.cache.store_format import Damaged
+from mlx_jupyter.cache import keys, store_file, store_format
+from mlx_jupyter.cache.store_file import Damaged, Header
 from mlx_jupyter.cache.store_listing import Entry, Usage, remove
 from mlx_jupyter.cache.store_reading import AHEAD, Reading
 from mlx_jupyter.cache.store_writer import Put, touch
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_jupyter.cache.store import Store
-    from mlx_jupyter.cache.store_format import Content, Tensor
+    from mlx_jupyter.cache.store_file import Content, Into
+    from mlx_jupyter.cache.store_format import Tensor
 
 T = TypeVar("T")
 
@@ -58,10 +59,19 @@ class Shelf:
         """The ids from an entry's base to its end, int32; None when it is gone or damaged."""
 
         def read() -> np.ndarray:
-            with store_format.open_file(entry.path) as file:
-                tokens = store_format.read_tokens(file, entry.place)
+            with store_file.open_file(entry.path) as file:
+                tokens = store_file.read_tokens(file, entry.place)
             _verify(entry, tokens)
             return tokens
+
+        return self._attempt(entry, read)
+
+    def header(self, entry: Entry) -> Header | None:
+        """What an entry's file says that it holds; None when it is gone or damaged."""
+
+        def read() -> Header:
+            with store_file.open_file(entry.path) as file:
+                return Header(file, entry.place)
 
         return self._attempt(entry, read)
 
@@ -69,9 +79,27 @@ class Shelf:
         """All that an entry's file holds; None when it is gone or damaged."""
         return self._read(entry, lambda: False)
 
-    def reader(self, entries: Sequence[Entry], ahead_bytes: int = AHEAD) -> Reading:
-        """Read entries in order, ahead of their use; see ``Reading``."""
-        return Reading(self._read, entries, ahead_bytes)
+    def reader(
+        self,
+        entries: Sequence[Entry],
+        ahead_bytes: int = AHEAD,
+        *,
+        into: Callable[[Entry], Into | None] = lambda _: None,
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ) -> Reading:
+        """Read entries in order, ahead of their use; see ``Reading``.
+
+        Args:
+            entries: what to read.
+            ahead_bytes: see ``Reading``.
+            into: says for an entry where its tensors' bytes go; asked on other threads.
+            told_to_stop: see ``Reading``.
+        """
+
+        def read(entry: Entry, stopped: Callable[[], bool]) -> Content | None:
+            return self._read(entry, stopped, into(entry))
+
+        return Reading(read, entries, ahead_bytes, told_to_stop)
 
     def put(
         self,
@@ -127,7 +155,7 @@ class Shelf:
                 best = max(found, key=lambda entry: (entry.used, entry.end), default=None)
                 if best is None:
                     return
-                store_format.will_need(best.path)
+                store_file.will_need(best.path)
                 left -= best.nbytes
                 key = best.child
 
@@ -162,10 +190,12 @@ class Shelf:
         """What this model's files take."""
         return self._listing.usage() if self._store.on else Usage()
 
-    def _read(self, entry: Entry, stopped: Callable[[], bool]) -> Content | None:
+    def _read(
+        self, entry: Entry, stopped: Callable[[], bool], into: Into | None = None
+    ) -> Content | None:
         def read() -> Content:
-            with store_format.open_file(entry.path) as file:
-                content = store_format.read(file, entry.place, stopped)
+            with store_file.open_file(entry.path) as file:
+                content = store_file.read(file, entry.place, stopped, into)
             _verify(entry, content.tokens)
             return content
 
@@ -176,7 +206,7 @@ class Shelf:
         faults = self._store.faults
         try:
             return read()
-        except (FileNotFoundError, store_format.Stopped):
+        except (FileNotFoundError, store_file.Stopped):
             return None  # evicted: nothing is wrong
         except Damaged as error:
             faults.note("damaged", f"A stored page is ignored and removed, {error}: {entry.path}")

@@ -27,8 +27,8 @@ from mlx_jupyter.cache.packing import (
     pack_states,
 )
 from mlx_jupyter.cache.packing import nbytes as packed_bytes
+from mlx_jupyter.cache.page_reading import ORDER
 from mlx_jupyter.cache.pages import Mark, Page, Strip, Thing, host_bytes, stack, things
-from mlx_jupyter.cache.reading import ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

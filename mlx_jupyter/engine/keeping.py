@@ -22,7 +22,7 @@ import numpy as np
 from mlx_jupyter.cache import bundle, export, lending, luggage
 from mlx_jupyter.cache.bundle import SUFFIX, Bundle, Foreign, Piece
 from mlx_jupyter.cache.packing import Unpackable
-from mlx_jupyter.cache.store_format import Damaged, Stopped
+from mlx_jupyter.cache.store_file import Damaged, Stopped
 from mlx_jupyter.cache.trie import common_prefix
 from mlx_jupyter.conversation.saved import Malformed, dumped, parsed
 from mlx_jupyter.engine import spot_check

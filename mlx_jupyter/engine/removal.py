@@ -13,7 +13,7 @@ import numpy as np
 from mlx_jupyter.cache import forgetting
 from mlx_jupyter.cache.bundle import Bundle, Foreign
 from mlx_jupyter.cache.forgetting import Removed
-from mlx_jupyter.cache.store_format import Damaged
+from mlx_jupyter.cache.store_file import Damaged
 from mlx_jupyter.engine.keeping import path_ids
 from mlx_jupyter.engine.private import place
 from mlx_jupyter.errors import BadRequest
