@@ -144,6 +144,12 @@ def volatile(engine: Engine) -> Answer:
     return ask(engine, "what is it?", system=CLOCK.format("09:32"))
 
 
+def filtered(engine: Engine) -> Answer:
+    """A line that a client writes anew in each request is left out, and told."""
+    header = "x-anthropic-billing-header: cch=1;\n"
+    return engine.generate("x", system=header + "Be brief.", max_tokens=1)
+
+
 PROVOKED: dict[CauseCode, Callable[[Engine], Answer]] = {
     "first": first,
     "diverged": diverged,
@@ -157,6 +163,7 @@ PROVOKED: dict[CauseCode, Callable[[Engine], Answer]] = {
     "model": model,
     "template": template,
     "volatile": volatile,
+    "filtered": filtered,
 }
 
 

@@ -103,12 +103,16 @@ def test_one_weight_file_more_changes_it(directory, of):
         ("tokenizer.json", '{"model": {"vocab": {"b": 0}}}'),
         ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "b"}'),
         ("tokenizer_config.json", '["odd"]'),
+        ("tokenizer_config.json", '{"chat_template": "y", "eos_token": "a"}'),
+        ("tokenizer_config.json", '{"eos_token": "a"}'),
+        ("chat_template.jinja", "another"),
+        ("chat_template.json", '{"chat_template": "another"}'),
         ("tokenizer.model", "pieces"),
         ("added_tokens.json", "{}"),
         ("own.py", "class Model: ..."),
     ],
 )
-def test_another_configuration_tokenizer_or_code_changes_it(name, content, directory, of):
+def test_another_configuration_tokenizer_template_or_code_changes_it(name, content, directory, of):
     before = of(directory)
     (directory / name).write_text(content)
     assert of(directory) != before
@@ -237,14 +241,11 @@ def test_moving_and_copying_with_dates_do_not_change_it(directory, of, tmp_path)
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("tokenizer_config.json", '{"eos_token": "a", "chat_template": "another"}'),
-        ("tokenizer_config.json", '{"eos_token": "a"}'),
-        ("chat_template.jinja", "another"),
         ("generation_config.json", '{"temperature": 0}'),
         ("README.md", "about it"),
     ],
 )
-def test_template_and_defaults_do_not_change_it(name, content, directory, of):
+def test_defaults_and_descriptions_do_not_change_it(name, content, directory, of):
     before = of(directory)
     (directory / name).write_text(content)
     assert of(directory) == before

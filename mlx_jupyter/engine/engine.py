@@ -6,6 +6,7 @@ Everything that touches MLX runs as a job on one thread, in the order of submiss
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from mlx_jupyter.engine.upkeep import Upkeep  # noqa: E402
 from mlx_jupyter.engine.workshop import Workshop  # noqa: E402
 from mlx_jupyter.errors import BadRequest, Cancelled, EngineClosed, ModelNotFound  # noqa: E402
 from mlx_jupyter.latch import holding  # noqa: E402
+from mlx_jupyter.models.adapters import resolve  # noqa: E402
 from mlx_jupyter.models.lazy import evaluate  # noqa: E402
 from mlx_jupyter.models.messages import normalise  # noqa: E402
 
@@ -126,16 +128,18 @@ class Engine(Upkeep):
 
     # --- models ------------------------------------------------------------------------------
 
-    def load(self, name: str) -> ModelInfo:
+    def load(self, name: str, *, adapter: str | PathLike[str] | None = None) -> ModelInfo:
         """Load a model and make it the current one.
 
         Args:
             name: an alias, a directory, a GGUF file or a Hugging Face id.
+            adapter: a directory with LoRA weights of mlx-lm's to put on top. That makes a model of
+                its own, ``NAME+ADAPTER``, with its own cache; the plain one stays loaded.
 
         Raises:
             ModelNotFound, BadModel, ModelDoesNotFit: it can't be loaded; what was loaded stays.
         """
-        ticket = self._load_ticket(name)
+        ticket = self._load_ticket(name, adapter)
         try:
             self._post(ticket, self._load_job)
             ticket.wait()
@@ -152,15 +156,15 @@ class Engine(Upkeep):
         assert isinstance(outcome, Loaded)
         return outcome.info
 
-    def submit_load(self, name: str) -> Ticket:
+    def submit_load(self, name: str, *, adapter: str | PathLike[str] | None = None) -> Ticket:
         """Queue a load; its events are ``Loading`` and at last ``Loaded`` or ``Failed``."""
-        return self._post(self._load_ticket(name), self._load_job)
+        return self._post(self._load_ticket(name, adapter), self._load_job)
 
     @staticmethod
-    def _load_ticket(name: str) -> Ticket:
+    def _load_ticket(name: str, adapter: str | PathLike[str] | None) -> Ticket:
         if not isinstance(name, str) or not name:
             raise BadRequest(f"A model's name is text, not {name!r}.")
-        return Ticket(Request(model=name))
+        return Ticket(Request(model=name, adapter=place_of(adapter)))
 
     def _load_job(self, ticket: Ticket, forget: Callable[[], None]) -> Load:
         return Load(self._shop, ticket, forget)
@@ -195,6 +199,7 @@ class Engine(Upkeep):
         tokens: Sequence[int] | None = None,
         system: str | None = None,
         model: str | None = None,
+        adapter: str | PathLike[str] | None = None,
         raw: bool = False,
         owner: str | None = None,
         label: str | None = None,
@@ -222,6 +227,7 @@ class Engine(Upkeep):
             tokens=tokens,  # type: ignore[arg-type] # checked next
             options=Options.of(**options),
             model=model,
+            adapter=place_of(adapter),
             owner=owner,
             label=label,
         ).checked()
@@ -231,8 +237,8 @@ class Engine(Upkeep):
 
         Args:
             prompt: one user message's text, or a conversation as messages.
-            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``raw``, ``owner``,
-                ``label`` and the sampling options (``engine.request.Options``).
+            how: ``tokens`` (ids instead of a prompt), ``system``, ``model``, ``adapter``, ``raw``,
+                ``owner``, ``label`` and the sampling options (``engine.request.Options``).
 
         Raises:
             BadRequest, ContextOverflow, ModelNotFound, ComputeError: and the like, see ``errors``.
@@ -271,7 +277,8 @@ class Engine(Upkeep):
             EngineClosed: the engine has ended.
         """
         request = self.request(prompt, **how)
-        loaded = self._shop.find(request.model)
+        adapter = resolve(request.adapter) if request.adapter is not None else None
+        loaded = self._shop.find(request.model, adapter)
         if loaded is None:
             raise EngineClosed if self._thread.closed else not_loaded(request.model)
         request, filtered = as_served(self._shop, loaded, request)
@@ -356,3 +363,16 @@ class Engine(Upkeep):
             raise ModelNotFound(model, [f"loaded: {', '.join(names) or 'none'}"])
         view = self._shop.published.trees.get(loaded.info.name) or TreeView(model=loaded.info.name)
         return holding(self._shop.tokenizing, lambda: self._labels.fill(view, tokenizer))
+
+
+def place_of(adapter: str | PathLike[str] | None) -> str | None:
+    """A directory as text, absolute, since another thread may have another one by then.
+
+    Raises:
+        BadRequest: it is no place.
+    """
+    if adapter is None:
+        return None
+    if not isinstance(adapter, str | os.PathLike) or not str(adapter).strip():
+        raise BadRequest(f"adapter takes a directory, not {adapter!r}.")
+    return os.path.abspath(os.path.expanduser(os.fspath(adapter)))

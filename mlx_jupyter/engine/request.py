@@ -40,6 +40,7 @@ class Request:
         options: sampling options and limits.
         model: short name or source; the current model when None, the default one when none is
             loaded.
+        adapter: a directory with weights that go on top of the model's; None for none.
         owner: the cell or branch that keeps the result reachable (replaced at its next request).
         label: how to show the owner to people; the owner itself when None.
     """
@@ -49,6 +50,7 @@ class Request:
     tokens: tuple[int, ...] | None = None
     options: Options = field(default_factory=Options)
     model: str | None = None
+    adapter: str | None = None
     owner: str | None = None
     label: str | None = None
 
@@ -61,7 +63,7 @@ class Request:
         given = (self.messages, self.text, self.tokens)
         if sum(x is not None for x in given) != 1:
             raise BadRequest("A request takes one of messages, text and tokens.")
-        for name in ("text", "model", "owner", "label"):
+        for name in ("text", "model", "adapter", "owner", "label"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise BadRequest(f"{name} takes text, not {value!r}.")

@@ -36,6 +36,7 @@ from mlx_jupyter.engine.stats import Moments
 from mlx_jupyter.engine.text import TextStream
 from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, Interrupted, LLMError
 from mlx_jupyter.latch import holding
+from mlx_jupyter.models import adapters
 from mlx_jupyter.models.codec import codec_of
 from mlx_jupyter.models.sources import DEFAULT_MODEL
 from mlx_jupyter.models.template import encode_raw, render
@@ -106,6 +107,27 @@ def not_loaded(name: str | None) -> BadRequest:
     """The error of what needs a model that is there already."""
     which = "No model is loaded yet" if name is None else f"{name} is not loaded"
     return BadRequest(f"{which}: run %llm load {name or 'NAME'}, or a prompt, first.")
+
+
+def adapted(
+    shop: Workshop,
+    request: Request,
+    progress: Callable[[str, int, int], None],
+    cancelled: Callable[[], bool],
+) -> LoadedModel:
+    """The model that a request names with its adapter, loaded if need be.
+
+    Raises:
+        BadModel: there is no sound adapter there, or it belongs to another model.
+        BadRequest: the model was given as an object.
+    """
+    assert request.adapter is not None
+    adapter = adapters.resolve(request.adapter)
+    base = shop.find(request.model)
+    if base is not None and base.files is None:
+        raise BadRequest(f"{base.info.name} was given as an object: it takes no adapter.")
+    name = request.model or (base.info.name if base is not None else DEFAULT_MODEL)
+    return shop.load(name, progress, cancelled, adapter)
 
 
 @dataclass(slots=True)
@@ -233,11 +255,14 @@ class Serve(TicketJob):
 
     def _model(self) -> LoadedModel:
         """The model that the request names, loaded if need be."""
-        name = self.ticket.request.model
-        loaded = self.shop.find(name)
-        if loaded is None:
-            loaded = self.shop.load(name or DEFAULT_MODEL, self._progress, self._cancelled)
-        return loaded
+        request, shop = self.ticket.request, self.shop
+        if request.adapter is None:
+            loaded = shop.find(request.model)
+            if loaded is None:
+                name = request.model or DEFAULT_MODEL
+                loaded = shop.load(name, self._progress, self._cancelled)
+            return loaded
+        return adapted(shop, request, self._progress, self._cancelled)
 
     def _progress(self, text: str, done: int, total: int) -> None:
         self.ticket.emit(Loading(text, done, total))
@@ -294,12 +319,17 @@ class Load(TicketJob):
     def _done(self) -> Loaded:
         if self.ticket.cancelled:
             raise Interrupted
-        loaded = self.shop.load(
-            self.ticket.request.model or DEFAULT_MODEL,
-            lambda text, done, total: self.ticket.emit(Loading(text, done, total)),
-            lambda: self.ticket.cancelled,
-        )
-        return Loaded(loaded.info)
+        request = self.ticket.request
+
+        def progress(text: str, done: int, total: int) -> None:
+            self.ticket.emit(Loading(text, done, total))
+
+        def cancelled() -> bool:
+            return self.ticket.cancelled
+
+        if request.adapter is not None:
+            return Loaded(adapted(self.shop, request, progress, cancelled).info)
+        return Loaded(self.shop.load(request.model or DEFAULT_MODEL, progress, cancelled).info)
 
     def _partial(self) -> Answer:
         return self.ticket.partial()

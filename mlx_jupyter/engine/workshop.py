@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.view import MarkKind
     from mlx_jupyter.conversation.answer import Answer
     from mlx_jupyter.engine.request import Request
+    from mlx_jupyter.models.adapters import Adapter
     from mlx_jupyter.models.info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -150,16 +151,17 @@ class Workshop:
         name: str,
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
+        adapter: Adapter | None = None,
     ) -> LoadedModel:
         """The model of that name, loaded now if it isn't; it becomes the current one."""
         self._limits()
-        loaded = self._pool.load(name, progress=progress, cancelled=cancelled)
+        loaded = self._pool.load(name, progress=progress, cancelled=cancelled, adapter=adapter)
         self._ready(loaded)
         return loaded
 
-    def find(self, name: str | None) -> LoadedModel | None:
+    def find(self, name: str | None, adapter: Adapter | None = None) -> LoadedModel | None:
         """A loaded model by short name or source; the current one when None. From any thread."""
-        return self._pool.find(name)
+        return self._pool.find(name, adapter)
 
     def find_alike(self, identity: str) -> LoadedModel | None:
         """A loaded model of that identity."""

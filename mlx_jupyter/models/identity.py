@@ -5,7 +5,8 @@ the same tokens, or rows of another form, changes it:
 
 * the weights: each file's header, its size, bytes sampled all over it, and the hash that the hub
   has of it; the time of the last change where there is no such hash;
-* the configuration, the model's own code if it brings any, and the tokenizer;
+* the configuration, the model's own code if it brings any, the tokenizer and its chat template;
+* the adapter on top of the weights, if there is one, in the same way as these;
 * the precision in force, which on a CPU isn't the files';
 * the layout of the cache: the classes of its leaves and their sizes;
 * MLX's and mlx-lm's versions, since their kernels and model code make the rows and their cache
@@ -13,8 +14,8 @@ the same tokens, or rows of another form, changes it:
   float32 too (a GPU may multiply with fewer bits): with them an answer would depend on where the
   same was asked before. A CPU's BLAS isn't in: it moves rows no more than a chunk's length does.
 
-The directory's place and the model's short name aren't in it, nor is the chat template: pages are
-found by token ids. A model that the user gives as an object has no files and so no identity.
+The directory's place and the model's short name aren't in it. A model that the user gives as an
+object has no files and so no identity.
 
 No weights are read but the samples, whatever their size.
 """
@@ -28,7 +29,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from mlx_jupyter.models import paths, tensors
+from mlx_jupyter.models import adapters, paths, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,6 +54,9 @@ _OTHERS = (
     "*.py",
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -72,10 +76,12 @@ class Witness:
 
     Args:
         directory: the MLX model directory that is about to be loaded.
+        adapter: the directory of its adapter, if there is one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, adapter: Path | None = None) -> None:
         self._directory = directory
+        self._adapter = adapter
         self._before = self._stamps()
 
     def identity(self, model: Any, where: Backend) -> str | None:
@@ -84,7 +90,7 @@ class Witness:
         Never raises an ``Exception``: a model without an identity only keeps no pages on disk.
         """
         try:
-            found = fingerprint(self._directory, model, where)
+            found = fingerprint(self._directory, model, where, self._adapter)
             if self._before is not None and self._before == self._stamps():
                 return found
             log.warning("%s changed while it was loaded: its pages stay in memory", self._directory)
@@ -96,21 +102,21 @@ class Witness:
 
     def _stamps(self) -> list[tuple[Any, ...]] | None:
         try:
-            stats = [
-                (str(f), f.stat()) for f in (*_weights(self._directory), *_others(self._directory))
-            ]
+            own = (*_weights(self._directory), *_others(self._directory))
+            stats = [(str(f), f.stat()) for f in (*own, *_adapting(self._adapter))]
         except OSError:
             return None
         return [(f, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in stats]
 
 
-def fingerprint(directory: Path, model: Any, where: Backend) -> str:
+def fingerprint(directory: Path, model: Any, where: Backend, adapter: Path | None = None) -> str:
     """The identity of a loaded model: 32 hexadecimal digits.
 
     Args:
         directory: the MLX model directory that it was loaded from.
         model: mlx-lm's model, in the precision it computes in.
         where: the backend.
+        adapter: the directory of its adapter, if there is one.
 
     Raises:
         OSError, ValueError: a file can't be read or isn't what its name says.
@@ -119,13 +125,18 @@ def fingerprint(directory: Path, model: Any, where: Backend) -> str:
     import mlx_lm
 
     mlx = mx.__version__  # type: ignore[attr-defined]
+    extra = {file.name: _weight_file(file) for file in _adapting(adapter)}
     return _digest(
         {
+            **({"adapter": extra} if extra else {}),
             "format": FORMAT,
             "versions": [_release(mlx), _release(mlx_lm.__version__)],
             "backend": where,
             "weights": {file.name: _weight_file(file) for file in _weights(directory)},
-            "files": {file.name: _digest(_content(file)) for file in _others(directory)},
+            "files": {
+                str(file.relative_to(directory)): _digest(file.read_bytes())
+                for file in _others(directory)
+            },
             "precision": _precision(model),
             "layout": layout(model),
         }
@@ -184,14 +195,9 @@ def _others(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def _content(file: Path) -> bytes:
-    content = file.read_bytes()
-    if file.name == "tokenizer_config.json":
-        table = json.loads(content)
-        if isinstance(table, dict):
-            table.pop("chat_template", None)
-            content = json.dumps(table, sort_keys=True).encode()
-    return content
+def _adapting(adapter: Path | None) -> list[Path]:
+    """The files that an adapter is made of."""
+    return [] if adapter is None else [adapter / adapters.CONFIG, adapter / adapters.WEIGHTS]
 
 
 def _weight_file(file: Path) -> list[Any]:

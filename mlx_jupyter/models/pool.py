@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
 from mlx_jupyter.errors import BadModel, Interrupted, ModelDoesNotFit
-from mlx_jupyter.models import limits, memory, precision, sources, tensors
+from mlx_jupyter.models import adapters, limits, memory, precision, sources, tensors
 from mlx_jupyter.models.identity import Witness
 from mlx_jupyter.models.info import ModelInfo
 from mlx_jupyter.models.lazy import evaluate
@@ -26,6 +26,8 @@ from mlx_jupyter.models.lint import lint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from mlx_jupyter.models.adapters import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,9 @@ class LoadedModel:
         vocabulary: token ids below this are valid; 0 when that isn't known.
         identity: what its stored pages depend on (``models/identity.py``); None: it has none, and
             nothing of it may be kept on disk.
+        adapter: what was put on top of its own weights.
+        files: where it was read from, without its adapter; None for an object of the user's.
+        bases: the names that the model answers to without its adapter.
         row_bytes: what a token takes in the caches of all full layers; 0 until that is seen.
 
     Once it is unloaded, ``model`` and ``tokenizer`` are None for whoever still holds it.
@@ -59,6 +64,9 @@ class LoadedModel:
     vocabulary: int = 0
     identity: str | None = None
     row_bytes: int = 0
+    adapter: Adapter | None = None
+    files: sources.Source | None = None
+    bases: frozenset[str] = frozenset()
 
     @property
     def gone(self) -> bool:
@@ -97,8 +105,16 @@ class ModelPool:
         """The loaded models, the current one last."""
         return tuple(loaded.info for loaded in self._models)
 
-    def find(self, name: str | None) -> LoadedModel | None:
-        """The loaded model with this short name or source; the current one for None."""
+    def find(self, name: str | None, adapter: Adapter | None = None) -> LoadedModel | None:
+        """The loaded model with this short name or source; the current one for None.
+
+        With ``adapter`` it is that model with the adapter on top, and ``name`` is the model's own.
+        """
+        if adapter is not None:
+            base = self.find(name)
+            names = base.bases if base is not None else {name}
+            same = (m for m in reversed(self._models) if m.adapter == adapter)
+            return next((m for m in same if not m.bases.isdisjoint(names)), None)
         if name is None:
             return self.current
         for loaded in reversed(self._models):
@@ -134,6 +150,7 @@ class ModelPool:
         progress: Callable[[str, int, int], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         trust_remote_code: bool = False,
+        adapter: Adapter | None = None,
     ) -> LoadedModel:
         """Load a model, unless it is loaded, and make it the current one.
 
@@ -142,6 +159,7 @@ class ModelPool:
             progress: called with (what is being done, done, total) now and then.
             cancelled: looked at between steps.
             trust_remote_code: whether the model may bring code of its own.
+            adapter: put on top of it; that makes it a model of its own.
 
         Raises:
             ModelNotFound: no such model.
@@ -149,12 +167,16 @@ class ModelPool:
             ModelDoesNotFit: not enough memory, even with idle models unloaded.
             Interrupted: ``cancelled`` answered True.
         """
-        loaded = self.find(name)
+        loaded = self.find(name, adapter)
         if loaded is None:
-            source = sources.resolve(
+            base = self.find(name) if adapter is not None else None
+            source = base.files if base is not None else None
+            source = source or sources.resolve(
                 name, progress=progress, cancelled=cancelled, trust_remote_code=trust_remote_code
             )
-            loaded = self.find(str(source.path)) or self._load(source, name, progress, cancelled)
+            loaded = self.find(str(source.path), adapter) or self._load(
+                source, name, progress, cancelled, adapter
+            )
         self.use(loaded)
         return loaded
 
@@ -164,6 +186,7 @@ class ModelPool:
         asked: str,
         progress: Callable[[str, int, int], None] | None,
         cancelled: Callable[[], bool],
+        adapter: Adapter | None = None,
     ) -> LoadedModel:
         blas.ensure()
         import_mlx_lm()
@@ -172,29 +195,39 @@ class ModelPool:
         if progress is not None:
             progress(f"Loading {source.name}", 0, 0)
         where = precision.backend()
-        self._remove([m for m in self._models if m.info.name == source.name])
-        self._make_room(source, where)
-        witness = Witness(source.path)
+        bases = frozenset({asked, source.origin, source.name, str(source.path)})
+        shown, place = source.name, str(source.path)
+        if adapter is not None:
+            taken = [(m.info.name, m.adapter.path if m.adapter else None) for m in self._models]
+            shown, place = adapter.name_for(source.name, taken), f"{source.path} + {adapter.path}"
+        self._remove([m for m in self._models if m.info.name == shown])
+        self._make_room(source, where, adapter)
+        witness = Witness(source.path, adapter.path if adapter is not None else None)
         model, tokenizer, config = _read(source)
+        if adapter is not None:
+            adapters.apply(model, adapter)
         precision.settle(model, where)
         if cancelled():
             raise Interrupted
         row_bytes = warm_up(model)
         identity = witness.identity(model, where)
-        loaded = self._admit(model, tokenizer, config, name=source.name, source=str(source.path))
+        loaded = self._admit(model, tokenizer, config, name=shown, source=place)
         loaded.identity = identity
         loaded.row_bytes = row_bytes
         loaded.defaults = limits.defaults_of(source.path)
-        loaded.aliases = frozenset({asked, source.origin})
+        loaded.aliases = bases if adapter is None else frozenset()
+        loaded.files, loaded.bases, loaded.adapter = source, bases, adapter
         return loaded
 
-    def _make_room(self, source: sources.Source, where: precision.Backend) -> None:
+    def _make_room(
+        self, source: sources.Source, where: precision.Backend, adapter: Adapter | None = None
+    ) -> None:
         """Unload idle models until the new one fits.
 
         Raises:
             ModelDoesNotFit: it wouldn't fit into an empty pool either.
         """
-        entries = tensors.model_entries(source.path)
+        entries = [*tensors.model_entries(source.path), *(adapter.entries if adapter else ())]
         config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
         needed = precision.needed_bytes(where, entries, config)
         if needed > (most := self._free() + memory.measured().active):
