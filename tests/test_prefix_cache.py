@@ -689,7 +689,7 @@ def test_rates_from_a_few_tokens_are_not_believed() -> None:
     ask(cache, model, [*prompt(250), *prompt(40, seed=1)])
     ask(cache, model, prompt(300))
     assert cache.rates.restore == 0
-    cache.rates = type(cache.rates)(prefill=1e-3, restore=1.0)
+    cache.rates = type(cache.rates)(prefill=1e-3, restore=1.0, doubts=500)
     for _ in range(200):  # what was once measured is doubted when nothing measures it again
         ask(cache, model, prompt(600, seed=3), 1)
         ask(cache, model, prompt(600, seed=4), 1)

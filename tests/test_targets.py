@@ -17,6 +17,7 @@ from mlx_jupyter.cache.blank import blank
 from mlx_jupyter.cache.layers import QuantizedRows, RowsLayer
 from mlx_jupyter.cache.packing import pack_rows
 from mlx_jupyter.cache.pages import stack
+from mlx_jupyter.cache.plan import Rates
 from mlx_jupyter.cache.store import Store
 from mlx_jupyter.cache.store_format import TOKENS
 from mlx_jupyter.cache.targets import Targets
@@ -159,6 +160,23 @@ def test_a_disk_that_doesnt_answer_can_be_interrupted(
     cache.check()
     assert run.tokens == cold(model, [*ids, 5], 6)
     assert run.cached == 1300
+
+
+def test_reading_that_turns_out_slower_than_computing_ends_early(store: Store) -> None:
+    model = FakeModel(("rows",))
+    ids = prompt(3000)
+    saved(model, store, ids)
+    cache = kernel(model, store)
+    cache.rates = Rates(prefill=1e-4)
+    cache.now = iter(range(10**9)).__next__  # every look at the clock is a second later
+    run = ask(cache, model, [*ids, 5], 6)
+    cache.check()
+    assert run.cached == 1024
+    assert run.tokens == cold(model, [*ids, 5], 6)
+    assert cache.rates.read > cache.rates.prefill
+    cache.evict()
+    again = ask(cache, model, [*ids, 5], 2)
+    assert again.cached == 0, "known to be slower"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

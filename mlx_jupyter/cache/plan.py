@@ -49,9 +49,9 @@ class Cause:
     now: str = ""
 
 
-DOUBT = 0.97
+DOUBT = 0.99
 """What each doubt leaves of a measured rate: twice as slow as computing, it is tried again after
-twenty-odd requests."""
+seventy requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,9 @@ BATCH = 16
 MEASURED = 256
 """Tokens below which a measurement says more about fixed costs than about the tokens."""
 
+LOOK = 1024
+"""Tokens that are read in before it is judged whether that is worth while."""
+
 AHEAD = 2048
 """Rows that are reserved ahead of a generation, however long it may become."""
 
@@ -199,15 +202,24 @@ class Session:
         return pages, strips, marks
 
     def _read_in(self, pages: Sequence[Page]) -> bool:
-        """Put pages behind what the live cache holds; False when a file isn't there any more."""
+        """Put pages behind what the live cache holds; False when a new plan is needed.
+
+        A file may be gone, or reading turns out to be slower than computing.
+        """
         cache, live = self._cache, self._cache.live
         keep, from_disk = live.offset, self.plan.read
         began = cache.now()
         reading = cache.reader.pages(pages, self._total, self._told_to_stop)
         try:
             with reading as read:
-                if not self._put(pages, read):
-                    return False
+                for run in _runs(pages, BATCH if live.gpu else 1):
+                    away = run[-1].residence in AWAY
+                    if not self._put(run, read):
+                        return False
+                    tokens = live.offset - keep
+                    if away and self._dear(tokens, cache.now() - began):
+                        cache.rates = cache.rates.seen(read=(cache.now() - began) / tokens)
+                        return False
         except Interrupted:
             self._stop_short()
             raise
@@ -225,23 +237,34 @@ class Session:
             )
         return True
 
-    def _put(
-        self, pages: Sequence[Page], read: Callable[[Page], RowSource | Placed | None]
-    ) -> bool:
+    def _put(self, run: Sequence[Page], read: Callable[[Page], RowSource | Placed | None]) -> bool:
         live = self._cache.live
-        for run in _runs(pages, BATCH if live.gpu else 1):
-            parts = []
-            for page in run:
-                rows = read(page)
-                if rows is None:
-                    return False
-                parts.append(rows)
-            end = min(run[-1].end, self.start)
-            live.read_in(parts, self._ids[live.offset : end], self._total)
-            for page in run:
-                if page.end <= end:
-                    page.now_live()
+        parts = []
+        for page in run:
+            rows = read(page)
+            if rows is None:
+                return False
+            parts.append(rows)
+        end = min(run[-1].end, self.start)
+        live.read_in(parts, self._ids[live.offset : end], self._total)
+        for page in run:
+            if page.end <= end:
+                page.now_live()
         return True
+
+    def _dear(self, tokens: int, seconds: float) -> bool:
+        """Whether reading so many tokens took longer than computing them, with some still to come.
+
+        With windows or states the live cache can't stop just anywhere.
+        """
+        cache = self._cache
+        return (
+            tokens >= LOOK
+            and cache.live.offset < self.start
+            and 0 < cache.rates.prefill * tokens < seconds
+            and not cache.needs.windows
+            and not cache.needs.stateful
+        )
 
     def _stop_short(self) -> None:
         """Leave the live cache where reading ended; with windows or states it can't stay there."""
