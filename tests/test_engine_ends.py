@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_jupyter.errors as err
-from fakes import FakeModel, fake_engine
+from fakes import FakeModel, fake_engine, letters
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.request import Failed
 from mlx_jupyter.engine.serve import Serve
@@ -248,7 +248,7 @@ class TestClosing:
     def test_an_interrupt_of_close_leaves_no_busy_thread_at_exit(self) -> None:
         done = script("""
             import os, signal, threading
-            from fakes import FakeModel, fake_engine
+            from fakes import FakeModel, fake_engine, letters
             import mlx.core as mx
             model, big = FakeModel(), mx.random.normal((1500, 1500))
             mx.eval(big)
@@ -274,7 +274,7 @@ class TestFork:
     def test_a_child_is_told_and_can_end(self) -> None:
         done = script("""
             import os, sys, threading
-            from fakes import FakeModel, fake_engine
+            from fakes import FakeModel, fake_engine, letters
             from mlx_jupyter.errors import EngineClosed
             model = FakeModel()
             engine = fake_engine(model)
@@ -383,8 +383,8 @@ class TestUnloadedMeanwhile:
         engine.generate("x", max_tokens=2)
         find = engine._shop.find
 
-        def late(name: str | None) -> object:
-            loaded = find(name)
+        def late(*named: object) -> object:
+            loaded = find(*named)
             monkeypatch.setattr(engine._shop, "find", find)
             engine.unload()
             return loaded
@@ -414,3 +414,18 @@ def test_events_after_a_refusal_are_refused(model) -> None:
     engine.close()
     assert [type(e) for e in waiting.events()] == [Failed]
     assert waiting.outcome.answer.timing.total > 0
+
+
+def test_with_its_owner_a_pin_ends_and_the_budget_holds() -> None:
+    with fake_engine() as engine:
+        engine.generate(tokens=letters(15), owner="@a", max_tokens=3)
+        engine.pin("@a")
+        engine.set_budget(0)
+        held = engine.status().memory
+        assert held.stored + held.live > 0
+        engine.release("@a")
+        engine.check()
+        held = engine.status().memory
+        assert held.stored + held.live == 0
+        with pytest.raises(err.BadRequest, match="not pinned"):
+            engine.unpin("@a")

@@ -31,6 +31,7 @@ from mlx_jupyter.errors import BadRequest, ModelNotFound
 from mlx_jupyter.latch import holding
 from mlx_jupyter.models import allocator, memory, paths
 from mlx_jupyter.models.codec import codec_of
+from mlx_jupyter.models.mlx_limits import set_limits
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Workshop:
         """Set MLX's limits once, before the first allocation of ours."""
         if not self._limited:
             self._limited = True
-            memory.set_limits(self.memory_limit)
+            set_limits(self.memory_limit)
 
     def adopt(self, model: Any, tokenizer: Any | None) -> ModelInfo:
         """Use a model and tokenizer that the user built."""
@@ -340,6 +341,7 @@ class Workshop:
         self.memory.release(owner)
         for cache in self._caches.values():
             cache.release(owner)
+            cache.unpin(owner)
             lending.end(cache, owner)
         self.publish()
 
