@@ -467,7 +467,7 @@ class Loader:
         for event in events:
             self.ticket.emit(event)
 
-    def submit_load(self, name):
+    def submit_load(self, name, *, adapter=None):
         return self.ticket
 
     def status(self):

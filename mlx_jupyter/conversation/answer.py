@@ -22,11 +22,13 @@ class Message:
         content: its text; data, never parsed for control tokens.
         ids: for an answer that the model made, the token ids it generated (without the end
             token), so that they are reused as they are instead of tokenising the text again.
+        model: the short name of the model that made it; another one doesn't use its ids.
     """
 
     role: str
     content: str
     ids: tuple[int, ...] | None = None
+    model: str = field(default="", compare=False)
 
     def to_dict(self) -> dict[str, str]:
         """The message as chat templates and other tools know it."""

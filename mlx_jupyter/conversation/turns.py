@@ -113,6 +113,25 @@ class Turns:
                 parent = old  # never hang a turn on the one that it replaces
             return Place(name, parent, call, fresh=True)
 
+    def beside(self, place: Place, name: str) -> Place:
+        """Where another answer to the same question goes: on a branch of its own.
+
+        Args:
+            place: the question's own.
+            name: of the branch beside it.
+
+        Raises:
+            BadRequest: another conversation has that name.
+        """
+        name = check_name(name)
+        with self._lock:
+            known, call = self._branches.get(name), place.call
+            run = known.runs.get((call.session, call.cell)) if known and call else None
+            if known and not run and known.source != place.branch:
+                raise BadRequest(f"Branch @{name} exists already; drop it, so that it can be used.")
+            fresh = bool(run and call and not goes_on(run, call))
+            return Place(name, place.parent, call, fresh, place.branch)
+
     def commit(
         self, place: Place, question: Message, answer: Answer, system: str | None = None
     ) -> Turn:
@@ -150,7 +169,8 @@ class Turns:
         for each in path:
             if each.answer.text.strip():
                 made.append(each.question)
-                made.append(Message("assistant", each.answer.text, tuple(each.answer.tokens)))
+                ids, model = tuple(each.answer.tokens), each.answer.model
+                made.append(Message("assistant", each.answer.text, ids, model))
         return tuple(made)
 
     # --- branches --------------------------------------------------------------------------------

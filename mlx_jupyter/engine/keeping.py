@@ -358,6 +358,10 @@ def _loaded(errand: Errand, identity: str, model: str | None) -> LoadedModel | N
 
 def _spelt(saved: Saved, loaded: LoadedModel | None, *, alike: bool) -> Saved:
     """The conversation with ids that the model has; another model goes by the text where not."""
+    if loaded is not None and alike and saved.turns:
+        was, name = saved.turns[-1].model, loaded.info.name  # the same model by another name
+        same = (replace(t, model=name) if t.model == was else t for t in saved.turns)
+        saved = replace(saved, turns=tuple(same))
     limit = loaded.vocabulary if loaded is not None else 0
     if not limit:
         return saved

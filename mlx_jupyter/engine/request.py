@@ -299,4 +299,4 @@ class Ticket:
     def conversation(self, text: str, ids: tuple[int, ...] | None) -> tuple[Message, ...]:
         """The request's messages with the answer's; none for raw and token prompts."""
         messages = self.request.messages or ()
-        return (*messages, Message("assistant", text, ids)) if messages else ()
+        return (*messages, Message("assistant", text, ids, self.model)) if messages else ()

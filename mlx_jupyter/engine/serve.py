@@ -96,10 +96,18 @@ def prompt_ids(
 def as_served(
     shop: Workshop, loaded: LoadedModel, request: Request
 ) -> tuple[Request, tuple[Cause, ...]]:
-    """The request as a model gets it, and what the filters left out."""
+    """The request as a model gets it, and what the filters left out.
+
+    An answer that another model made goes by its text: its ids are of another vocabulary, or were
+    another model's way to spell it.
+    """
     tokenizer = loaded.tokenizer
     if request.messages is None or tokenizer is None:
         return request, ()
+    own = {"", loaded.info.name, *loaded.aliases}
+    if any(message.model not in own for message in request.messages):
+        messages = (m if m.model in own else replace(m, ids=None) for m in request.messages)
+        request = replace(request, messages=tuple(messages))
     return shop.filters.apply(request, codec_of(tokenizer).template)
 
 

@@ -46,20 +46,21 @@ def normalise(
 
 def _message(given: object, number: int) -> Message:
     if isinstance(given, Message):
-        role, content, ids = given.role, given.content, given.ids
+        role, content, ids, model = given.role, given.content, given.ids, given.model
     elif isinstance(given, Mapping):
         extra = [key for key in given if key not in ("role", "content") and given[key]]
         if extra or "role" not in given:
             problem = f"the unknown key {extra[0]!r}" if extra else "no role"
             raise BadRequest(f"Message {number} has {problem}; it takes role and content.")
-        role, content, ids = given["role"], _text_of(given.get("content"), number), None
+        role, content = given["role"], _text_of(given.get("content"), number)
+        ids, model = None, ""
     else:
         raise BadRequest(f"Message {number} is {type(given).__name__}, not a dict or a Message.")
     if role not in ROLES:
         raise BadRequest(f"Message {number} has the role {role!r}; known: {', '.join(ROLES)}.")
     if not isinstance(content, str):
         raise BadRequest(f"Message {number}'s content is {type(content).__name__}, not text.")
-    return Message(role, valid(content, f"Message {number}"), ids)
+    return Message(role, valid(content, f"Message {number}"), ids, model)
 
 
 def _text_of(content: Any, number: int) -> Any:

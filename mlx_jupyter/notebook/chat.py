@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,11 @@ class Chat:
         turns.caller = self._calls.next
         return turns
 
-    def exchange(self, ask: Ask, engine: Engine) -> Exchange:
-        """What a command sends, and where its answer goes.
+    def exchanges(self, ask: Ask, engine: Engine) -> tuple[Exchange, ...]:
+        """What a command sends to each of its models, and where the answers go.
+
+        All models are asked the same. On a branch, the first one's answer is the branch's turn;
+        each other one's goes to a branch beside it, ``NAME.MODEL``, that starts at the same place.
 
         Raises:
             BadRequest: ``--from`` names no turn, or another conversation has the branch's name.
@@ -77,17 +81,29 @@ class Chat:
         }
         how |= {"stop": ask.stop} if ask.stop else {}
         how |= {"context": ask.context} if ask.context is not None else {}
-        how |= {"model": ask.model} if ask.model is not None else {}
+        how |= {"adapter": ask.adapter} if ask.adapter is not None else {}
+        named = [{"model": model} for model in ask.models] or [{}]
         if ask.branch is None:
             how |= {"raw": True} if ask.raw else {}
             how |= {"system": ask.system} if ask.system is not None else {}
-            how |= {"label": self._calls.label(call)}
-            return Exchange(ask.prompt, how, self._calls.owner(call))
+            owner, label = self._calls.owner(call), self._calls.label(call)
+            return tuple(
+                Exchange(
+                    ask.prompt,
+                    {**how, **model, "label": f"{label} {model['model']}" if i else label},
+                    f"{owner}/{model['model']}" if i else owner,
+                )
+                for i, model in enumerate(named)
+            )
         origin = f"{ask.origin.branch}~{ask.origin.back}" if ask.origin is not None else None
         place = turns.start(ask.branch, call, origin)
         messages = (*turns.messages(place.parent, ask.system), Message("user", ask.prompt))
         continued = place.parent is not None and not place.fresh
-        return Exchange(messages, how, f"@{place.branch}", continued, turns, place, ask.system)
+        beside = [turns.beside(place, f"{place.branch}.{_word(m)}") for m in ask.models[1:]]
+        return tuple(
+            Exchange(messages, {**how, **model}, f"@{at.branch}", continued, turns, at, ask.system)
+            for model, at in zip(named, (place, *beside), strict=True)
+        )
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -152,6 +168,11 @@ class Chat:
 
 def _told(turn: Turn) -> str:
     return turn.answer.text + (" (interrupted)" if turn.answer.finish == "cancelled" else "")
+
+
+def _word(model: str) -> str:
+    """A model's name as a part of a branch's."""
+    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
 
 
 def _clip(text: str, room: int = 60) -> str:

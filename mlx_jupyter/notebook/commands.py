@@ -50,7 +50,8 @@ class Ask:
     branch: str | None = None
     origin: Origin | None = None
     system: str | None = None
-    model: str | None = None
+    models: tuple[str, ...] = ()
+    adapter: str | None = None
     temperature: float | str | None = None
     top_p: float | str | None = None
     top_k: int | str | None = None
@@ -77,7 +78,8 @@ class Ask:
             changes = {
                 "prompt": fill(self.prompt),
                 "system": fill(self.system) if self.system is not None else None,
-                "model": fill(self.model) if self.model is not None else None,
+                "models": tuple(fill(model) for model in self.models),
+                "adapter": fill(self.adapter) if self.adapter is not None else None,
                 "stop": tuple(fill(s) for s in self.stop),
             }
         for name, convert in NUMBERS.items():
@@ -93,9 +95,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``load NAME``."""
+    """``load NAME … [--adapter DIR]``."""
 
-    name: str
+    names: tuple[str, ...]
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

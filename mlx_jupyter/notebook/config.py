@@ -187,8 +187,11 @@ def setting(name: str, settings: Any, project: Project) -> Any:
 
 def complete(command: Ask, settings: Any, project: Project) -> dict[str, Any]:
     """The fields of ``command`` that it leaves open and a setting fills."""
-    filled = {}
-    for name in (*SAMPLING, "model", "system", "view"):
+    filled: dict[str, Any] = {}
+    model = setting("model", settings, project)
+    if model is not None and not command.models:
+        filled["models"] = (model,)
+    for name in (*SAMPLING, "system", "view"):
         if name == "system" and command.raw:
             continue  # a raw text has no system prompt, whatever the default is
         if getattr(command, name) is None:

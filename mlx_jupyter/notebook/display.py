@@ -100,7 +100,7 @@ class Silent:
         """Nothing."""
 
 
-class _Collecting:
+class Collecting:
     """Keeps the pieces of text as they come, one for each token."""
 
     def __init__(self, view: View) -> None:
@@ -134,7 +134,7 @@ class _Collecting:
         return "".join(self.pieces) if whole is None else whole
 
 
-class Notebook(_Collecting):
+class Notebook(Collecting):
     """One display that is updated in place."""
 
     def __init__(self, shell: InteractiveShell, view: View) -> None:
@@ -174,7 +174,7 @@ class Notebook(_Collecting):
         self._shown = data
 
 
-class Captured(_Collecting):
+class Captured(Collecting):
     """One display at the end."""
 
     def __init__(self, shell: InteractiveShell, view: View) -> None:
@@ -195,7 +195,7 @@ class Captured(_Collecting):
             self.finish("".join(self.pieces), "")
 
 
-class Terminal(_Collecting):
+class Terminal(Collecting):
     """Plain text on standard output as it comes: no colours, no cursor movements."""
 
     def __init__(self, view: View) -> None:

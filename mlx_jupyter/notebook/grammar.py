@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import argparse
 
 _ARROW = re.compile(r"([^\W\d]\w*)\s*<<(?=\s|$)")
+_MODEL = re.compile(r"[\d/.]|\w-\w")  # what nearly every model's name has, and few words of prose
 _DASHES = re.compile(r"--(?=\s|$)")
 
 
@@ -86,6 +87,15 @@ def parse_cell(line: str, body: str) -> Command:
 def _ask(found: argparse.Namespace, prompt: str) -> Ask:
     values = {name: value for name, value in vars(found).items() if name != "help"}
     values["stop"] = tuple(values["stop"] or ())
+    models = values["models"] = tuple(values["models"] or ())
+    twice = next((m for i, m in enumerate(models) if m in models[:i]), None)
+    if twice is not None:
+        raise CommandError(f"-m names {_clip(twice)} twice: give each model once.")
+    if values["adapter"] is not None and len(models) > 1:
+        raise CommandError(
+            "--adapter goes with one model: load the model with it first "
+            "(%llm load NAME --adapter DIR), then give -m NAME+ADAPTER beside the others."
+        )
     if values["origin"] is not None and values["branch"] is None:
         raise CommandError(
             "--from says where a branch begins: name the branch too, "
@@ -103,8 +113,8 @@ def _subcommand(text: str) -> Command | None:
     match words:
         case []:
             return Overview()
-        case ["load", name] if not name.startswith("-"):
-            return Load(name)
+        case ["load", *rest]:
+            return _load(rest)
         case ["unload"]:
             return Unload()
         case ["unload", name] if not name.startswith("-"):
@@ -142,6 +152,25 @@ def _subcommand(text: str) -> Command | None:
         case ["help", topic] if topic in TOPICS or topic in SUBCOMMANDS:
             return Help(topic)
     return None
+
+
+def _load(rest: list[str]) -> Load | None:
+    """What ``load`` is told; None where the line may as well be a prompt, as in "load the van"."""
+    adapter = None
+    if "--adapter" in rest:
+        at = rest.index("--adapter")
+        found = rest[at + 1 : at + 2]
+        if not found or found[0].startswith("-"):
+            raise CommandError("--adapter needs a value: --adapter DIR.")
+        adapter, rest = found[0], [*rest[:at], *rest[at + 2 :]]
+        if len(rest) != 1:
+            raise CommandError("--adapter goes with one model: %llm load NAME --adapter DIR.")
+    names = tuple(rest)
+    if not names or any(name.startswith("-") for name in names):
+        return None
+    if len(names) > 1 and not all(_MODEL.search(name) for name in names):
+        return None
+    return Load(names, adapter)
 
 
 def _file(rest: list[str]) -> bool:

@@ -31,8 +31,10 @@ from mlx_jupyter.errors import Cancelled, LLMError
 from mlx_jupyter.notebook import commands, config, grammar, options, reports
 from mlx_jupyter.notebook.cells import strip_final_newline
 from mlx_jupyter.notebook.chat import Chat, Exchange
+from mlx_jupyter.notebook.columns import board_for
 from mlx_jupyter.notebook.completion import Completer
 from mlx_jupyter.notebook.display import screen_for
+from mlx_jupyter.notebook.following import follow, run_each
 from mlx_jupyter.notebook.footer import footer, plan_line
 from mlx_jupyter.notebook.identity import Calls
 from mlx_jupyter.notebook.interpolate import InterpolationError, interpolate
@@ -160,8 +162,9 @@ class LLMMagics(config.Settings, Magics):
         match command:
             case commands.Ask():
                 return self._ask(self._completed(command, local_ns))
-            case commands.Load(name):
-                return self._load(name)
+            case commands.Load(names, adapter):
+                infos = tuple(self._load(name, adapter) for name in names)
+                return Outcome(infos[0] if len(infos) == 1 else infos, shown=True)
             case commands.Unload(name):
                 gone = self._engine().unload(name)
                 text = f"Unloaded {', '.join(gone)}." if gone else "Nothing was loaded."
@@ -223,10 +226,12 @@ class LLMMagics(config.Settings, Magics):
                 "--raw continues a text as it is: it goes with no system prompt and no @branch."
             )
         engine = self._engine()
-        exchange = self._chat.exchange(ask, engine)
+        exchanges = self._chat.exchanges(ask, engine)
         if ask.dry_run:
-            plan = engine.plan(exchange.prompt, owner=exchange.owner, **exchange.how)
-            return Outcome(reports.Page(plan_line(plan), plan))
+            return Outcome(_plans(engine, exchanges))
+        if len(exchanges) > 1:
+            return self._ask_each(ask, engine, exchanges)
+        (exchange,) = exchanges
         screen = screen_for(self.shell, ask.view or "md")
         with Interrupts() as interrupts:
             request = engine.request(exchange.prompt, owner=exchange.owner, **exchange.how)
@@ -235,7 +240,7 @@ class LLMMagics(config.Settings, Magics):
             if ahead > 0:
                 noun = "request" if ahead == 1 else "requests"
                 screen.show([Loading(f"Waiting for {ahead} {noun} ahead")])
-            _show(ticket, interrupts, screen)
+            follow(ticket, interrupts, screen)
             answer = self._finish(ticket, screen, exchange)
             if ask.output is not None:
                 self.shell.user_ns[ask.output] = answer
@@ -247,6 +252,20 @@ class LLMMagics(config.Settings, Magics):
                 error.args = ("Interrupted; the answer was complete already.",)
             raise error
         return Outcome(answer, shown=True, kept=ask.output is not None)
+
+    def _ask_each(
+        self, ask: commands.Ask, engine: Engine, exchanges: tuple[Exchange, ...]
+    ) -> Outcome:
+        """The same question to several models; their answers as a tuple."""
+        board = board_for(self.shell, ask.view or "md", ask.models)
+        answers, error = run_each(engine, exchanges, board, self._finish)
+        if ask.output is not None:
+            self.shell.user_ns[ask.output] = answers
+        if error is not None:
+            if ask.output is None:
+                self._remember(answers)
+            raise error
+        return Outcome(answers, shown=True, kept=ask.output is not None)
 
     def _finish(self, ticket: Ticket, screen: Screen, exchange: Exchange) -> Answer:
         """The answer as far as it got, shown and kept.
@@ -321,7 +340,7 @@ class LLMMagics(config.Settings, Magics):
         """Follow a ticket about a conversation as a file; what it ends with, told in one line."""
         screen = screen_for(self.shell, "text")
         with Interrupts() as interrupts:
-            _show(ticket, interrupts, screen)
+            follow(ticket, interrupts, screen)
             if not ticket.ended:
                 ticket.cancel()
                 ticket.wait(STOPPING)
@@ -341,12 +360,12 @@ class LLMMagics(config.Settings, Magics):
             raise error
         return Outcome(outcome.value, shown=True)
 
-    def _load(self, name: str) -> Outcome:
+    def _load(self, name: str, adapter: str | None) -> ModelInfo:
         engine = self._engine()
         screen = screen_for(self.shell, "text")
         with Interrupts() as interrupts:
-            ticket = engine.submit_load(name)
-            _show(ticket, interrupts, screen)
+            ticket = engine.submit_load(name, adapter=adapter)
+            follow(ticket, interrupts, screen)
             outcome = ticket.outcome
             if isinstance(outcome, Loaded):
                 info = outcome.info
@@ -366,7 +385,7 @@ class LLMMagics(config.Settings, Magics):
             done = isinstance(outcome, Loaded)
             error.args = (f"Interrupted; {name} is{'' if done else ' not'} loaded.",)
             raise error
-        return Outcome(outcome.info, shown=True)
+        return outcome.info
 
 
 LLMMagics.llm.__doc__ = "\n\n".join(
@@ -374,14 +393,14 @@ LLMMagics.llm.__doc__ = "\n\n".join(
 )
 
 
-def _show(ticket: Ticket, interrupts: Interrupts, screen: Screen) -> None:
-    """Show the ticket's events until its end or an interrupt; nothing runs on unseen."""
-    try:
-        for batch in interrupts.follow(ticket):
-            screen.show(batch)
-    except BaseException:
-        ticket.cancel()
-        raise
+def _plans(engine: Engine, exchanges: tuple[Exchange, ...]) -> reports.Page:
+    """What each model would reuse."""
+    plans = tuple(engine.plan(e.prompt, owner=e.owner, **e.how) for e in exchanges)
+    if len(plans) == 1:
+        return reports.Page(plan_line(plans[0]), plans[0])
+    names = (str(exchange.how["model"]) for exchange in exchanges)
+    lines = (f"{name}: {plan_line(plan)}" for name, plan in zip(names, plans, strict=True))
+    return reports.Page("\n".join(lines), plans)
 
 
 def _one_line(error: LLMError | Cancelled) -> LLMError | Cancelled:

@@ -21,7 +21,10 @@ _ORIGIN = re.compile(r"@?(\w[\w.-]*?)(?:~(\d*))?")
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "load": ("NAME", "load a model: an alias, a directory, a GGUF file or a Hugging Face id"),
+    "load": (
+        "NAME … [--adapter DIR]",
+        "load models: an alias, a directory, a GGUF file or a Hugging Face id",
+    ),
     "unload": ("[NAME]", "give a model's memory back; the current one's without a name"),
     "models": ("", "the loaded models and the names that load knows"),
     "status": ("", "model, context length and memory in use"),
@@ -152,7 +155,15 @@ def parser() -> argparse.ArgumentParser:
         help="begin the branch at another one, N turns back",
     )
     add("-s", "--system", metavar="SYSTEM", help="system prompt")
-    add("-m", "--model", metavar="MODEL", help="which model; loaded if it isn't")
+    add(
+        "-m",
+        "--model",
+        dest="models",
+        action="append",
+        metavar="MODEL",
+        help="which model; loaded if it isn't; several give their answers side by side",
+    )
+    add("--adapter", metavar="DIR", help="LoRA weights of mlx-lm's on top of the model")
     add(
         "-t", "--temperature", type=_real, metavar="TEMP", help="0 always takes the likeliest token"
     )
