@@ -18,6 +18,7 @@ random weights.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import shutil
@@ -142,6 +143,8 @@ def moving(model: object, shape: str, args: argparse.Namespace, place: Path, tab
                 (colds if cold else ins).append(nbytes / (time.perf_counter() - began))
                 assert session.plan.read == args.tokens, session.plan
             other.clear()
+            del session, other
+            gc.collect()  # else one round's caches would push the next one into new memory
         cache.clear()
         store.close()
         shutil.rmtree(store.directory)

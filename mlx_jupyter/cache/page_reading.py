@@ -77,6 +77,7 @@ class Pages:
 
     def __exit__(self, *error: Any) -> None:
         self._block.close()
+        assert self._targets is None or self._targets.valid
         if self._targets is not None and not self._live.offset:
             for layer in self._live.leaves.rows:
                 layer.let_go()  # made for a file that may have been wrong
@@ -113,7 +114,6 @@ class Pages:
         if not self._live.take_order(content.meta.get(ORDER, "")):
             raise Unpackable("it belongs to other layers")
         if self._targets is not None and not content.tensors:
-            assert self._targets.valid
             return Placed(page.start, page.end)
         if not discrete():
             return HostRows(page.start, page.end, content.tensors, entry.start)

@@ -314,6 +314,13 @@ class PrefixCache:
         """Between requests: shrink the live cache, cut it or let go of it, when it is too large."""
         making_room.fit_live(self)
 
+    def spare(self, nbytes: int) -> None:
+        """In a session: give up at least so many bytes of pages and snapshots, if they are there.
+
+        The live cache, which is at work, stays.
+        """
+        making_room.give_up(self, nbytes, {})
+
     def evict(self, nbytes: int | None = None) -> int:
         """Give up at least ``nbytes`` now, or everything that isn't pinned; bytes freed."""
         return making_room.evict(self, nbytes)

@@ -35,7 +35,7 @@ from mlx_jupyter.errors import BadModel
 from mlx_jupyter.models import tensors as safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 _RANK = 16
@@ -273,7 +273,7 @@ def _exactly(file: io.FileIO, count: int) -> bytes:
 
 def _fill(
     file: io.FileIO,
-    buffers: Iterable[memoryview],
+    buffers: Sequence[memoryview],
     seen: Callable[[memoryview], object] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -281,16 +281,12 @@ def _fill(
     for group in _groups(buffers):
         if stopped():
             raise Stopped
-        left, wanted = group, sum(part.nbytes for part in group)
-        while wanted:
+        left = group
+        while left:
             count = _readv(file, left)
-            if not count:
+            if not count and any(part.nbytes for part in left):
                 raise Damaged("it is cut short")
-            wanted -= count
-            while wanted and count:
-                done = min(count, left[0].nbytes)
-                left = [left[0][done:], *left[1:]] if done < left[0].nbytes else left[1:]
-                count -= done
+            left = _behind(left, count)
         for part in group:
             seen(part)
 
@@ -300,24 +296,29 @@ def _readv(file: io.FileIO, parts: Sequence[memoryview]) -> int:
     return os.readv(file.fileno(), parts)
 
 
-def _small(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The buffers, those larger than what is read at once in parts."""
-    for buffer in buffers:
-        if buffer.nbytes <= _PIECE:
-            yield buffer
-        else:
-            yield from (buffer[at : at + _PIECE] for at in range(0, buffer.nbytes, _PIECE))
+def _behind(parts: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of parts after so many bytes."""
+    for place, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[place + 1 :]]
+        count -= part.nbytes
+    return ()
 
 
-def _groups(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+def _groups(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
     """The buffers' parts, in groups of what is read at once."""
-    group: list[memoryview] = []
-    size = 0
-    for part in _small(buffers):
-        if group and (size + part.nbytes > _PIECE or len(group) == _PARTS):
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += part.nbytes
-    if group:
-        yield group
+    first = at = size = 0
+    while at < len(buffers):
+        nbytes = buffers[at].nbytes
+        if first < at and (size + nbytes > _PIECE or at - first == _PARTS):
+            yield buffers[first:at]
+            first, size = at, 0
+        at += 1
+        if nbytes > _PIECE:
+            whole = buffers[first]
+            yield from ([whole[i : i + _PIECE]] for i in range(0, nbytes, _PIECE))
+            first = at
+        else:
+            size += nbytes
+    if first < at:
+        yield buffers[first:at]
