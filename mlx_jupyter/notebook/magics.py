@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ from IPython.core.magic import (
 from traitlets import observe
 
 from mlx_jupyter import runtime
-from mlx_jupyter.conversation import keeping
 from mlx_jupyter.engine.private import names as saved_names
-from mlx_jupyter.engine.request import Failed, Kept, Loaded, Loading
+from mlx_jupyter.engine.request import Failed, Loaded, Loading
 from mlx_jupyter.errors import Cancelled, LLMError
 from mlx_jupyter.notebook import commands, config, grammar, options, reports
 from mlx_jupyter.notebook.cells import strip_final_newline
@@ -39,44 +38,27 @@ from mlx_jupyter.notebook.footer import footer, plan_line
 from mlx_jupyter.notebook.identity import Calls
 from mlx_jupyter.notebook.interpolate import InterpolationError, interpolate
 from mlx_jupyter.notebook.interrupt import Interrupts
+from mlx_jupyter.notebook.keeping import SETTLE, KeepingCommands, Outcome
 from mlx_jupyter.notebook.markdown import plain
 from mlx_jupyter.units import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from mlx_jupyter.cache.forgetting import Removed
     from mlx_jupyter.conversation.answer import Answer
     from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.request import Ticket
     from mlx_jupyter.models.info import ModelInfo
     from mlx_jupyter.notebook.display import Screen
 
-STOPPING = 2.0  # seconds that an interrupted save waits for its last piece
-SETTLE = 0.05  # seconds that an interrupted cell waits for the engine's own account
 SAMPLE = 16  # prefilled tokens that make a reading speed worth remembering
 ENOUGH = 256  # prefilled tokens that make a later one as good as any
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A command's value.
-
-    Attributes:
-        value: what the magic returns.
-        shown: it is on the screen already.
-        kept: it is in a variable of the user's choice.
-    """
-
-    value: Any
-    shown: bool = False
-    kept: bool = False
-
-
 @magics_class
-class LLMMagics(config.Settings, Magics):
+class LLMMagics(KeepingCommands, config.Settings, Magics):
     """The magics; their traits are the defaults that ``%config LLMMagics`` sets."""
 
     shell: InteractiveShell
@@ -306,59 +288,6 @@ class LLMMagics(config.Settings, Magics):
             rate = answer.timing.prefill_tps
             self._speeds[answer.model] = count, rate
         return rate
-
-    def _save(self, branch: str, path: str | None) -> Outcome:
-        ticket = keeping.save(self._engine(), branch, path)
-        return self._kept(
-            ticket, lambda receipt: reports.saved(branch, receipt), f"@{branch} isn't saved"
-        )
-
-    def _restore(self, branch: str, path: str | None) -> Outcome:
-        engine = self._engine()
-        self._chat.attach(engine)
-        model = config.setting("model", self, self.project)
-        ticket = keeping.restore(engine, branch, path, model)
-        return self._kept(ticket, reports.restored, f"@{branch} isn't restored")
-
-    def _forget(self, branch: str) -> Outcome:
-        engine = self._engine()
-
-        def told(gone: Removed) -> str:
-            keeping.forgotten(engine, branch)
-            return reports.removed(branch, gone)
-
-        return self._kept(keeping.forget(engine, branch), told, f"@{branch} is still there")
-
-    def _store(self, *, clear: bool) -> Outcome:
-        engine = self._engine()
-        if not clear:
-            return Outcome(reports.store(engine.status().store))
-        freed = engine.clear_store()
-        return Outcome(reports.Page(reports.cleared(freed, engine.status().store), freed))
-
-    def _kept(self, ticket: Ticket, told: Callable[[Any], str], undone: str) -> Outcome:
-        """Follow a ticket about a conversation as a file; what it ends with, told in one line."""
-        screen = screen_for(self.shell, "text")
-        with Interrupts() as interrupts:
-            follow(ticket, interrupts, screen)
-            if not ticket.ended:
-                ticket.cancel()
-                ticket.wait(STOPPING)
-            outcome = ticket.outcome
-            if isinstance(outcome, Kept):
-                screen.finish(told(outcome.value), "")
-            else:
-                screen.fail()
-        if isinstance(outcome, Failed):
-            raise outcome.error
-        if interrupts.count or not isinstance(outcome, Kept):
-            error = Cancelled(ticket.settle(SETTLE))
-            done = isinstance(outcome, Kept)
-            error.args = (
-                "Interrupted; it was done already." if done else f"Interrupted; {undone}.",
-            )
-            raise error
-        return Outcome(outcome.value, shown=True)
 
     def _load(self, name: str, adapter: str | None) -> ModelInfo:
         engine = self._engine()
