@@ -35,6 +35,7 @@ _HOMES = {
             "ModelDoesNotFit",
             "EngineClosed",
             "ComputeError",
+            "OutOfMemory",
             "Cancelled",
         ),
         "mlx_jupyter.errors",

@@ -105,6 +105,29 @@ class ComputeError(LLMError):
     """The model, the sampler or the template raised; the engine itself is sound."""
 
 
+class OutOfMemory(ComputeError):
+    """There is no room for the next tokens, even after pages were given up.
+
+    Attributes:
+        needed: bytes that going on takes.
+        free: bytes that are free.
+        done: tokens that are computed; they are kept as far as they fit.
+        total: tokens of the prompt.
+    """
+
+    def __init__(self, needed: int, free: int, done: int, total: int, detail: str = "") -> None:
+        super().__init__(
+            f"Out of memory after {done:,} of {total:,} prompt tokens: going on needs about "
+            f"{human_bytes(needed)} but {human_bytes(free)} are free. Unload a model, shorten the "
+            "prompt or raise the memory limit; what was computed is kept as far as it fits."
+            + (f" ({detail})" if detail else "")
+        )
+        self.needed = needed
+        self.free = free
+        self.done = done
+        self.total = total
+
+
 class Interrupted(Exception):
     """The caller's cancel flag was set; nothing half-made is left in use. Never reaches users."""
 

@@ -206,37 +206,6 @@ def test_a_model_that_can_never_fit_is_refused_and_nobody_goes_for_it(tmp_path, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_does_not_fit_beside_what_stays_is_refused(tmp_path, monkeypatch):
-    directory = model_dir(tmp_path)
-    pool = ModelPool()
-    pool.adopt(FakeModel(), name="old")
-    held = mx.zeros(1 << 20)  # not a model's, so no unloading helps
-    mx.eval(held)
-    monkeypatch.setattr(memory, "admissible", lambda: 1000)
-    with pytest.raises(ModelDoesNotFit) as caught:
-        pool.load(str(directory))
-    assert caught.value.free == 1000
-    assert pool.infos() == ()
-    del held
-
-
-def test_idle_models_go_longest_unused_first_and_only_as_many_as_needed(tmp_path, monkeypatch):
-    directory = model_dir(tmp_path)
-    pool = ModelPool()
-    for name in ("a", "b", "c"):
-        pool.adopt(FakeModel(), name=name)
-    pool.load("a")
-    gone = []
-    pool.on_unload = lambda loaded: gone.append(loaded.info.name)
-    held = mx.zeros(1 << 20)
-    mx.eval(held)
-    monkeypatch.setattr(memory, "admissible", lambda: 10**12 if len(gone) == 2 else 0)
-    pool.load(str(directory))
-    assert gone == ["b", "c"]
-    assert [info.name for info in pool.infos()] == ["a", "tiny"]
-    del held
-
-
 def test_the_users_bound_counts_too(tmp_path):
     directory = model_dir(tmp_path)
     with pytest.raises(ModelDoesNotFit):

@@ -346,6 +346,8 @@ class Engine(Upkeep):
             waiting=len(self._tickets),
             closed=self._thread.ended.is_set(),
             limits=limits,
+            holdings=published.holdings,
+            now=self._clock(),
         )
 
     def tree(self, model: str | None = None) -> TreeView:

@@ -15,12 +15,15 @@ import mlx.core as mx
 
 from mlx_jupyter.engine.request import Prefill, Tail, Token
 from mlx_jupyter.engine.stats import Moments, Usage
+from mlx_jupyter.models.mlx_limits import trim_buffers
+from mlx_jupyter.models.shortage import is_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mlx_jupyter.cache.session import Session
     from mlx_jupyter.conversation.answer import Finish
+    from mlx_jupyter.engine.pressure import Pressure
     from mlx_jupyter.engine.request import Ticket
     from mlx_jupyter.engine.sampling import Sampling
     from mlx_jupyter.engine.stats import Timing
@@ -48,6 +51,7 @@ class Run:
         started: when its turn came, likewise.
         moments: when the phases of its request ended.
         think_end: ids that end the thinking; empty for models that don't think.
+        pressure: looks ahead in memory; None: nobody does.
     """
 
     model: Any
@@ -70,6 +74,7 @@ class Run:
     finish: Finish = "cancelled"
     cached: int = 0
     computed: int = 0
+    pressure: Pressure | None = None
 
     def __post_init__(self, submitted: float, started: float) -> None:
         if self.moments.started is None:
@@ -77,7 +82,9 @@ class Run:
 
     def __call__(self, session: Session) -> None:
         """Run in an entered session."""
-        self.cached = session.start
+        # When it is tried again, what it computed at first isn't new, nor is it "cached".
+        self.cached = min(self.cached, session.start) if self.computed else session.start
+        self.computed = session.start - self.cached
         self.moments.restored = self.clock()
         if self._prefill(session):
             self._decode(session)
@@ -91,16 +98,28 @@ class Run:
             if self.ticket.cancelled:
                 return False
             end = min((at // self.chunk + 1) * self.chunk, session.next_cut(at), last)
+            if self.pressure is not None:
+                end = self.pressure.chunk_end(at, end, self.chunk)
             fed = self.ids[at:end]
             self.model(mx.array([fed]), cache=session.layers)
             session.advance(fed)
-            session.settle()
+            self._settle(session)
+            if self.pressure is not None:
+                self.pressure.computed(at, end)
             self.computed += end - at
             at = end
             self.ticket.emit(Prefill(at, len(self.ids), self.cached))
         if last > session.start:
-            mx.clear_cache()  # prefill's activations are larger than what decode can reuse
+            trim_buffers()  # prefill's activations are larger than what decode can reuse
         return not self.ticket.cancelled
+
+    def _settle(self, session: Session) -> None:
+        try:
+            session.settle()
+        except Exception as error:
+            if self.pressure is not None and is_shortage(error):
+                self.pressure.torn()
+            raise
 
     def _step(self, session: Session, token: mx.array, step: int) -> tuple[mx.array, mx.array]:
         """Dispatch one forward pass of a token, shape (1,); the next one, not yet evaluated."""
@@ -126,6 +145,8 @@ class Run:
             more = step + 1 < wanted and not self.ticket.cancelled
             if more:
                 if session.due:
+                    if self.pressure is not None:
+                        self.pressure.room_to_grow()
                     session.settle()
                 if uncleared >= CLEAR_EVERY:
                     mx.clear_cache()

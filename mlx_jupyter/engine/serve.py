@@ -38,6 +38,7 @@ from mlx_jupyter.errors import BadRequest, ComputeError, ContextOverflow, Interr
 from mlx_jupyter.latch import holding
 from mlx_jupyter.models import adapters
 from mlx_jupyter.models.codec import codec_of
+from mlx_jupyter.models.shortage import is_shortage
 from mlx_jupyter.models.sources import DEFAULT_MODEL
 from mlx_jupyter.models.template import encode_raw, render
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mlx_jupyter.cache.plan import Cause, Plan
+    from mlx_jupyter.cache.session import Session
     from mlx_jupyter.cache.view import MarkKind
     from mlx_jupyter.engine.workshop import Workshop
     from mlx_jupyter.models.pool import LoadedModel
@@ -233,27 +235,54 @@ class Serve(TicketJob):
         mx.reset_peak_memory()
         moments.rendered = shop.clock()
         try:
-            with cache.open(
-                id_array,
-                room=room,
-                marks=marks,
-                owner=owner,
-                label=label,
-                cancelled=self._cancelled,
-            ) as session:
-                shop.publish_watched(loaded)
-                run(session)
+            session = self._served(
+                run,
+                lambda: cache.open(
+                    id_array,
+                    room=room,
+                    marks=marks,
+                    owner=owner,
+                    label=label,
+                    cancelled=self._cancelled,
+                ),
+                lambda: shop.publish_watched(loaded),
+            )
         finally:
             if shop.trace is not None:
                 shop.trace.request(ids, run.tokens, owner, marks)
             led = np.asarray([*ids, *run.tokens], np.int32)
             loaded.row_bytes = cache.live.row_bytes() or loaded.row_bytes
             shop.trails.note(owner, loaded.info.name, led)
-            shop.publish(loaded, ended=True)
+            shop.publish(loaded, ended=True, compute=run.pressure.compute if run.pressure else None)
         answer = self._made(run, session.plan, session.node)
         why = shop.explained(answer.why, loaded, request, id_array, marks, tree)
         shop.remember(loaded, request, id_array, marks, answer)
         return replace(answer, why=(*why, *filtered))
+
+    def _served(
+        self, run: Run, opened: Callable[[], Session], begun: Callable[[], None]
+    ) -> Session:
+        """Run in a session; once more in another one when memory was refused in the first.
+
+        Raises:
+            OutOfMemory: it was refused again, or after the first token.
+        """
+        for last in (False, True):
+            try:
+                with opened() as session:
+                    begun()
+                    run(session)
+                return session
+            except Exception as error:
+                if not is_shortage(error):
+                    raise
+                _detach(error)  # its frames hold arrays
+                assert run.pressure is not None
+                run.pressure.refused()
+                if last or run.tokens:
+                    raise run.pressure.exhausted(str(error)) from error
+                log.info("memory was refused; the request is tried once more: %s", error)
+        raise AssertionError
 
     def _partial(self) -> Answer:
         run, answer = self._running, self.ticket.partial()
@@ -267,8 +296,9 @@ class Serve(TicketJob):
         if request.adapter is None:
             loaded = shop.find(request.model)
             if loaded is None:
-                name = request.model or DEFAULT_MODEL
+                name = request.model or shop.wanted or DEFAULT_MODEL
                 loaded = shop.load(name, self._progress, self._cancelled)
+            shop.used(loaded)
             return loaded
         return adapted(shop, request, self._progress, self._cancelled)
 
@@ -296,6 +326,7 @@ class Serve(TicketJob):
             clock=self.shop.clock,
             think_end=tuple(getattr(tokenizer, "think_end_tokens", None) or ()),
             moments=self._moments,
+            pressure=self.shop.pressure(loaded, len(ids)),
         )
 
     def _made(self, run: Run, plan: Plan, node: int | None) -> Answer:
@@ -316,7 +347,7 @@ class Serve(TicketJob):
             why=plan.why,
             logprobs=tuple(run.logprobs),
             node=node,
-            peak_bytes=mx.get_peak_memory(),
+            peak_bytes=max(mx.get_peak_memory(), run.pressure.peak if run.pressure else 0),
         )
 
 

@@ -9,6 +9,7 @@ from mlx_jupyter.engine.storage import StoreUse
 
 if TYPE_CHECKING:
     from mlx_jupyter.blas import BlasStatus
+    from mlx_jupyter.engine.holdings import Holding
     from mlx_jupyter.models.info import ModelInfo
     from mlx_jupyter.models.limits import Limit
 
@@ -26,7 +27,16 @@ class MemoryUse:
         active: all that MLX has allocated now.
         cache: MLX's cache of free buffers.
         peak: MLX's peak since the last request began.
-        limit: MLX's memory limit.
+        limit: what this process may use: the smallest of machine, container and device.
+        snapshots: those of ``stored`` that are states at marks.
+        on_disk: tokens whose rows only a file has.
+        compute: what the last request's activations took at their peak, beside all it kept.
+        free: what could be taken now.
+        resident: of the process in the host's memory, Python and libraries included.
+        system_limit: the host's memory, the container's where that is less.
+        system_free: what nobody uses of it.
+        device_limit: the GPU's memory; None on the CPU backend.
+        device_free: what nobody uses of it.
     """
 
     weights: int = 0
@@ -38,6 +48,15 @@ class MemoryUse:
     cache: int = 0
     peak: int = 0
     limit: int = 0
+    snapshots: int = 0
+    on_disk: int = 0
+    compute: int = 0
+    free: int = 0
+    resident: int = 0
+    system_limit: int = 0
+    system_free: int = 0
+    device_limit: int | None = None
+    device_free: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,8 @@ class Status:
         requests: how many requests have ended.
         waiting: requests that are queued or running.
         closed: the engine has ended.
+        holdings: what each loaded model holds, in the order of ``models``.
+        now: when this was made, by the clock that tells when a model was used.
     """
 
     models: tuple[ModelInfo, ...]
@@ -69,3 +90,11 @@ class Status:
     waiting: int = 0
     closed: bool = False
     limits: tuple[Limit, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    now: float = 0.0
+
+    @property
+    def next_out(self) -> Holding | None:
+        """The model that would be sent away first for another one; None: none may go."""
+        idle = [each for each in self.holdings if each.may_go]
+        return min(idle, key=lambda each: each.used, default=None)

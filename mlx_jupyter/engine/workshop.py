@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import threading
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,11 @@ from mlx_jupyter.cache.preview import Preview, preview
 from mlx_jupyter.cache.trace import TraceWriter
 from mlx_jupyter.cache.view import TreeView
 from mlx_jupyter.engine.asked import Asking, Memory
+from mlx_jupyter.engine.budgets import Budgets
 from mlx_jupyter.engine.causes import explained
 from mlx_jupyter.engine.filters import DEFAULT, Filters
-from mlx_jupyter.engine.history import History
-from mlx_jupyter.engine.status import MemoryUse
+from mlx_jupyter.engine.pressure import Measured, Pressure
+from mlx_jupyter.engine.publishing import Published, Publisher
 from mlx_jupyter.engine.storage import Storage
 from mlx_jupyter.engine.trails import Trails
 from mlx_jupyter.engine.verify import Verification, sample, verify
@@ -31,7 +31,7 @@ from mlx_jupyter.errors import BadRequest, ModelNotFound
 from mlx_jupyter.latch import holding
 from mlx_jupyter.models import allocator, memory, paths
 from mlx_jupyter.models.codec import codec_of
-from mlx_jupyter.models.mlx_limits import set_limits
+from mlx_jupyter.models.mlx_limits import set_limits, trim_buffers
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.plan import Cause
     from mlx_jupyter.cache.view import MarkKind
     from mlx_jupyter.conversation.answer import Answer
+    from mlx_jupyter.engine.history import History
     from mlx_jupyter.engine.request import Request
+    from mlx_jupyter.engine.status import MemoryUse
     from mlx_jupyter.models.adapters import Adapter
     from mlx_jupyter.models.info import ModelInfo
 
@@ -56,21 +58,6 @@ STORE = "MLX_JUPYTER_STORE"
 SAVING = 2.0
 """Seconds that a model's end may take to save what isn't on disk yet; a kernel that takes longer to
 shut down than 5 s is killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What other threads may read.
-
-    Attributes:
-        models: the current one first.
-        trees: the prefix cache of each model, by short name.
-        requests: how many requests have ended.
-    """
-
-    models: tuple[ModelInfo, ...] = ()
-    trees: dict[str, TreeView] = field(default_factory=dict)
-    requests: int = 0
 
 
 def store_place(store: bool | str | PathLike[str] | None) -> Path | None:
@@ -118,13 +105,12 @@ class Workshop:
         self.exact = exact
         self.clock = clock
         self.trace = TraceWriter(trace) if trace is not None else None
-        self.published = Published()
         self.memory = Memory()
         self.trails = Trails()
         self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
-        self.history = History(clock)
-        self._watchers: dict[object, Callable[[], None]] = {}
-        self._cache_bytes = cache_bytes
+        self._publisher = Publisher(clock)
+        self._budgets = Budgets(cache_bytes, memory_limit)
+        self._measured: dict[str, Measured] = {}
         self.memory_limit = memory_limit
         self.context = context
         self.filters = Filters(filters)
@@ -133,6 +119,8 @@ class Workshop:
         self._identities: dict[str, str] = {}
         self._pool = ModelPool(memory_limit=memory_limit)
         self._pool.on_unload = lambda loaded: self._forget(loaded.info.name)
+        self._pool.held = self._held
+        self._pool.shrink = self._give_up
 
     def _limits(self) -> None:
         """Set MLX's limits once, before the first allocation of ours."""
@@ -156,9 +144,23 @@ class Workshop:
     ) -> LoadedModel:
         """The model of that name, loaded now if it isn't; it becomes the current one."""
         self._limits()
-        loaded = self._pool.load(name, progress=progress, cancelled=cancelled, adapter=adapter)
+        try:
+            loaded = self._pool.load(name, progress=progress, cancelled=cancelled, adapter=adapter)
+        except BaseException:
+            self._settle()  # some may have gone for it
+            self.publish()
+            raise
         self._ready(loaded)
         return loaded
+
+    @property
+    def wanted(self) -> str | None:
+        """The name of the current model while that is away for another one."""
+        return self._pool.wanted
+
+    def used(self, loaded: LoadedModel) -> None:
+        """A request goes to this model."""
+        self._pool.touch(loaded)
 
     def find(self, name: str | None, adapter: Adapter | None = None) -> LoadedModel | None:
         """A loaded model by short name or source; the current one when None. From any thread."""
@@ -200,6 +202,8 @@ class Workshop:
     def _forget(self, name: str) -> None:
         """A model is going: its cache must hold nothing when its memory is measured."""
         self.memory.unload(name)
+        self._budgets.release(name)
+        self._measured.pop(name, None)
         cache = self._caches.pop(name, None)
         if cache is not None:
             deadline = self.clock() + SAVING
@@ -212,16 +216,50 @@ class Workshop:
         if loaded.info.name not in self._caches:
             from mlx_lm.models.cache import make_prompt_cache
 
-            budget = self._cache_bytes
             self._caches[loaded.info.name] = PrefixCache(
                 lambda: make_prompt_cache(loaded.model),
-                budget=memory.default_cache_bytes() if budget is None else budget,
+                budget=0,  # set just below
                 name=loaded.info.name,
                 clock=self.clock,
                 shelf=self.storage.shelf(loaded),
                 host_budget=memory.default_host_bytes(),
             )
-        self.publish(loaded)
+            self._settle()
+            self.publish()
+        else:
+            self.publish(loaded)
+
+    def _settle(self) -> None:
+        """Divide the memory for caches among the models that are loaded now."""
+        chunk = max((loaded.chunk_bytes for loaded in self._pool.models()), default=0)
+        self._budgets.settle(self._caches, chunk)
+
+    def pressure(self, loaded: LoadedModel, total: int) -> Pressure:
+        """Watches the memory of a request to a model, of so many prompt tokens."""
+        own = self.cache_of(loaded)
+        known = self._measured.setdefault(
+            loaded.info.name, Measured(loaded.chunk_bytes, loaded.info.prefill_chunk)
+        )
+        return Pressure(
+            own,
+            limit=self.memory_limit,
+            measured=known,
+            relieve=lambda nbytes: self._give_up(nbytes, but=own),
+            total=total,
+        )
+
+    def _held(self, loaded: LoadedModel) -> int:
+        cache = self._caches.get(loaded.info.name)
+        return cache.nbytes() if cache is not None else 0
+
+    def _give_up(self, nbytes: int, but: PrefixCache | None = None) -> None:
+        """Have the caches give up bytes, the largest first; ``but`` one that is at work."""
+        freed = 0
+        resting = [cache for cache in self._caches.values() if cache is not but]
+        for cache in sorted(resting, key=lambda c: -c.nbytes()):
+            if freed < nbytes:
+                freed += cache.evict(nbytes - freed)
+        allocator.trim()
 
     def unload(self, name: str | None) -> list[str]:
         """Unload a model, or all when None, and its cache; the names that went."""
@@ -230,57 +268,44 @@ class Workshop:
         if not gone and name is not None:
             loaded = ", ".join(info.name for info in self._pool.infos()) or "none"
             raise ModelNotFound(name, [f"loaded: {loaded}"])
+        self._settle()
         self.publish()
         return gone
 
-    def publish(self, changed: LoadedModel | None = None, *, ended: bool = False) -> None:
+    @property
+    def published(self) -> Published:
+        """What was published last. From any thread."""
+        return self._publisher.published
+
+    @property
+    def history(self) -> History:
+        """Memory over time. From any thread."""
+        return self._publisher.history
+
+    def publish(
+        self,
+        changed: LoadedModel | None = None,
+        *,
+        ended: bool = False,
+        compute: int | None = None,
+    ) -> None:
         """Publish the models, and anew the cache of the model that changed."""
-        trees = {n: t for n, t in self.published.trees.items() if n in self._caches}
-        for name, cache in self._caches.items():
-            if name not in trees or changed is None or changed.info.name == name:
-                trees[name] = cache.view()
-        self.published = replace(
-            self.published,
-            models=self._pool.infos()[::-1],
-            trees=trees,
-            requests=self.published.requests + ended,
+        self._publisher.publish(
+            self._pool.models(), self._caches, changed, ended=ended, compute=compute
         )
-        try:
-            self.history.add(self.memory_use(memory.measured()))
-            for told in list(self._watchers.values()):
-                told()
-        except Exception:  # no request fails because somebody looks on
-            log.warning("a change couldn't be told", exc_info=True)
 
     def publish_watched(self, changed: LoadedModel) -> None:
         """Publish in the middle of a request, if anybody looks: what it reads in has moved."""
-        if self._watchers:
+        if self._publisher.watched:
             self.publish(changed)
 
     def memory_use(self, measured: memory.Memory) -> MemoryUse:
         """Bytes in use, as last published and as measured just now. From any thread."""
-        published = self.published
-        trees = published.trees.values()
-        return MemoryUse(
-            weights=sum(m.weight_bytes for m in published.models),
-            live=sum(t.live_bytes for t in trees),
-            stored=sum(t.stored_bytes for t in trees),
-            budget=sum(t.budget for t in trees),
-            active=measured.active,
-            cache=measured.cache,
-            peak=measured.peak,
-            limit=measured.limit,
-        )
+        return self._publisher.memory_use(measured)
 
     def watch(self, told: Callable[[], None]) -> Callable[[], None]:
         """Call ``told`` after each publishing until the function returned is. From any thread."""
-        key = object()
-        self._watchers[key] = told
-
-        def stop() -> None:
-            self._watchers.pop(key, None)
-
-        return stop
+        return self._publisher.watch(told)
 
     def tree(self, name: str) -> TreeView:
         """The prefix cache of a model as last published, or an empty one. From any thread."""
@@ -346,18 +371,28 @@ class Workshop:
         self.publish()
 
     def pin(self, name: str) -> int:
-        """Keep the path of a cell or branch; bytes outside the live cache that it holds."""
+        """Keep the path of a cell or branch, or a model; bytes that this holds."""
         for cache in self._caches.values():
             if cache.owns(name):
                 pinned = cache.pin(name)
                 self.publish()
                 return pinned
-        raise BadRequest(f"Nothing is cached for {name!r} yet, so there is nothing to pin.")
+        loaded = self._pool.pin(name)
+        if loaded is None:
+            raise BadRequest(
+                f"No model {name!r} is loaded and nothing is cached for it, "
+                "so there is nothing to pin."
+            )
+        self.publish(loaded)
+        return loaded.info.weight_bytes
 
     def unpin(self, name: str) -> None:
-        """Let retention judge the path of a cell or branch again."""
+        """Let retention judge the path of a cell or branch again, or a model be sent away."""
         if not any(cache.unpin(name) for cache in list(self._caches.values())):
-            raise BadRequest(f"{name!r} is not pinned.")
+            loaded = self.find(name)
+            if loaded is None or not loaded.pinned:
+                raise BadRequest(f"{name!r} is not pinned.")
+            self._pool.pin(name, on=False)
         self.publish()
 
     def evict(self, nbytes: int | None) -> int:
@@ -385,11 +420,12 @@ class Workshop:
             raise BadRequest(f"{name or 'No model'} is not loaded, so it has no cache yet.")
         cache = self.cache_of(loaded)
         before = cache.nbytes()
-        cache.budget = nbytes
+        self._budgets.fix(loaded.info.name, nbytes)
+        self._settle()
         cache.fit_live()
         cache.enforce()
         allocator.trim()
-        self.publish(loaded)
+        self.publish()
         return before - cache.nbytes()
 
     def clear(self) -> None:
@@ -426,7 +462,10 @@ class Workshop:
 
     def idle(self) -> bool:
         """Do a small piece of work that nobody waits for; whether there is more."""
-        return any(cache.tiers.save_next() for cache in self._caches.values())
+        if any(cache.tiers.save_next() for cache in self._caches.values()):
+            return True
+        trim_buffers()
+        return False
 
     def abandon(self) -> None:
         """At the end: let go of every array and file."""
@@ -435,5 +474,5 @@ class Workshop:
         self._pool.unload()
         self.storage.close(SAVING)
         self.memory.clear()
-        self.published = Published(requests=self.published.requests)
+        self._publisher.end()
         allocator.trim()

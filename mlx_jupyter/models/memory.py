@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_jupyter.models import allocator
-
 RESERVE = 0.05
 """Share of the memory that is left to everybody else."""
 
 CACHE_SHARE = 0.4
 """Share of what is free after the weights that prefix caches may take by default."""
-
-LEAST_BUFFERS, MOST_BUFFERS = 64 << 20, 2 << 30
-"""Bounds of MLX's cache of freed buffers, which takes a sixteenth of the memory."""
 
 HOST_SHARE = 0.25
 """Share of the host's free memory that may take what leaves a device with memory of its own."""
@@ -40,6 +35,11 @@ class Memory:
             and the device's.
         free: bytes that it could still take.
         device: what computes, such as ``"cpu (AMD EPYC)"``.
+        resident: bytes of this process in the host's memory, Python and its libraries included.
+        system_limit: bytes of the host's memory, the container's where that is less.
+        system_free: bytes of it that nobody uses.
+        device_limit: bytes that the GPU may hold; None on the CPU backend.
+        device_free: bytes of it that nobody uses.
     """
 
     active: int
@@ -48,6 +48,11 @@ class Memory:
     limit: int
     free: int
     device: str
+    resident: int = 0
+    system_limit: int = 0
+    system_free: int = 0
+    device_limit: int | None = None
+    device_free: int | None = None
 
 
 def measured() -> Memory:
@@ -57,40 +62,49 @@ def measured() -> Memory:
 
     active, cache = mx.get_active_memory(), mx.get_cache_memory()
     system = psutil.virtual_memory()
-    limits, free = [system.total], [system.available + cache]
+    system_limit, system_free = int(system.total), int(system.available)
     group = cgroup()
     if group is not None:
-        limits.append(group[0])
-        free.append(group[1] + cache)
-    device = device_bytes()
-    if device is not None:
-        limits.append(device)
-        free.append(device - active)
-    limit = min(limits)
-    return Memory(active, mx.get_peak_memory(), cache, limit, max(0, min(free)), device_name())
+        system_limit, system_free = min(system_limit, group[0]), min(system_free, group[1])
+    device = device_bytes(active + cache)
+    if device is None:
+        limit, free = system_limit, system_free
+    elif discrete():
+        limit, free = device
+    else:  # one memory for both: the device may have a part of it
+        limit, free = min(system_limit, device[0]), min(system_free, device[1])
+    return Memory(
+        active,
+        mx.get_peak_memory(),
+        cache,
+        limit,
+        max(0, free + cache),
+        device_name(),
+        resident=int(psutil.Process().memory_info().rss),
+        system_limit=system_limit,
+        system_free=system_free,
+        device_limit=None if device is None else device[0],
+        device_free=None if device is None else device[1],
+    )
 
 
-def set_limits(limit: int | None) -> None:
-    """Bound what MLX takes; call it once, before the first model is loaded.
-
-    MLX's own cache of freed buffers may by default grow up to the memory limit, which prefix
-    caches would then never see as free, so it gets a bound of its own.
+def free_within(bound: int | None, *, margin: float = RESERVE) -> int:
+    """Bytes that may be taken now: the smaller of the user's bound and what is really free.
 
     Args:
-        limit: the user's bound in bytes; the machine's when None.
+        bound: what MLX's arrays may take together, in bytes; None: only the machine counts.
+        margin: share of the machine's memory that is left to everybody else.
     """
+    now = measured()
+    free = max(0, now.free - int(now.limit * margin))
+    return free if bound is None else min(free, max(0, bound - now.active))
+
+
+def discrete() -> bool:
+    """Whether MLX computes on a device with memory of its own."""
     import mlx.core as mx
 
-    total = measured().limit
-    bound = total if limit is None else min(limit, total)
-    if mx.default_device().type == mx.DeviceType.cpu:
-        allocator.keep_freed()
-    mx.set_memory_limit(bound)
-    mx.set_cache_limit(max(LEAST_BUFFERS, min(bound // 16, MOST_BUFFERS)))
-    if mx.metal.is_available():
-        wired = mx.device_info().get("max_recommended_working_set_size")
-        if isinstance(wired, int):
-            mx.set_wired_limit(min(bound, wired))
+    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 
 
 def device_name() -> str:
@@ -103,16 +117,21 @@ def device_name() -> str:
     return f"{kind} ({name})" if name else kind
 
 
-def device_bytes() -> int | None:
-    """Bytes that the GPU may hold; None on the CPU backend, where the system's are the bound."""
+def device_bytes(taken: int) -> tuple[int, int] | None:
+    """What the GPU may hold and what of it is free; None on the CPU backend.
+
+    Args:
+        taken: bytes that MLX has of it, for drivers that don't say what is free.
+    """
     import mlx.core as mx
 
     if not mx.is_available(mx.gpu):
         return None
     info: dict[str, Any] = dict(mx.device_info(mx.gpu))
     for key in ("max_recommended_working_set_size", "memory_size", "total_memory"):
-        if isinstance(info.get(key), int):
-            return int(info[key])
+        if isinstance(limit := info.get(key), int):
+            free = info.get("free_memory")  # CUDA's; of all processes
+            return limit, free if isinstance(free, int) else max(0, limit - taken)
     return None
 
 
@@ -155,22 +174,12 @@ def weights_bytes(model: Any) -> int:
 
 def admissible() -> int:
     """Bytes that a new model may take now: what is free, less the reserve."""
-    now = measured()
-    return max(0, now.free - int(now.limit * RESERVE))
+    return free_within(None)
 
 
 def default_host_bytes() -> int:
     """What prefix caches may take of the host's memory; 0 where the device's is the same."""
-    import mlx.core as mx
-    import psutil
-
-    if not mx.is_available(mx.gpu) or mx.metal.is_available():
-        return 0
-    free = [int(psutil.virtual_memory().available)]
-    group = cgroup()
-    if group is not None:
-        free.append(group[1])
-    return int(min(free) * HOST_SHARE)
+    return int(measured().system_free * HOST_SHARE) if discrete() else 0
 
 
 def default_cache_bytes() -> int:

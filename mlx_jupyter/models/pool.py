@@ -1,28 +1,33 @@
 """The models that are loaded, and the one way in for all of them.
 
-Used on the engine thread only: what it loads belongs to that thread. A model is admitted when its
-weights, counted from the files' headers, fit into what is free; idle models go first, the one
-that was used longest ago before the others, and each is fully gone before the new one comes in.
+Used on the engine thread only: what it loads belongs to that thread. A model is admitted when what
+it needs (``admission.py``) fits into what is free; ``eviction.py`` makes room. A model that was
+sent away for another comes back when it is asked for. A load that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
 import resource
+import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter import blas
 from mlx_jupyter.errors import BadModel, Interrupted, ModelDoesNotFit
-from mlx_jupyter.models import adapters, limits, memory, precision, sources, tensors
+from mlx_jupyter.models import adapters, eviction, limits, memory, precision, sources, tensors
+from mlx_jupyter.models.admission import Need
 from mlx_jupyter.models.identity import Witness
 from mlx_jupyter.models.info import ModelInfo
 from mlx_jupyter.models.lazy import evaluate
 from mlx_jupyter.models.lint import lint
+from mlx_jupyter.models.mlx_limits import trim_buffers
+from mlx_jupyter.models.shortage import is_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +57,9 @@ class LoadedModel:
         files: where it was read from, without its adapter; None for an object of the user's.
         bases: the names that the model answers to without its adapter.
         row_bytes: what a token takes in the caches of all full layers; 0 until that is seen.
+        chunk_bytes: what a prefill chunk takes by its config; 0 when that isn't known.
+        pinned: it is never sent away for another.
+        used: grows with each use of any model: the smallest was used longest ago.
 
     Once it is unloaded, ``model`` and ``tokenizer`` are None for whoever still holds it.
     """
@@ -67,6 +75,14 @@ class LoadedModel:
     adapter: Adapter | None = None
     files: sources.Source | None = None
     bases: frozenset[str] = frozenset()
+    chunk_bytes: int = 0
+    pinned: bool = False
+    used: int = 0
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be sent away for another: it can come back."""
+        return not self.pinned and self.files is not None
 
     @property
     def gone(self) -> bool:
@@ -85,6 +101,8 @@ class ModelPool:
     Attributes:
         on_unload: called with each model that is about to go, so that whoever holds caches of it
             lets them go too.
+        held: bytes that a model's cache holds and could give up.
+        shrink: has the caches give up at least so many bytes, if they can.
         memory_limit: the user's bound on what may be taken, in bytes.
     """
 
@@ -92,14 +110,28 @@ class ModelPool:
         self.context = context
         self.memory_limit = memory_limit
         self.on_unload: Callable[[LoadedModel], None] = _nothing
+        self.held: Callable[[LoadedModel], int] = lambda _: 0
+        self.shrink: Callable[[int], None] = lambda _: None
         self._models: list[LoadedModel] = []
+        self._uses = itertools.count(1)
+        self._away: dict[str, LoadedModel] = {}
+        self._wanted: str | None = None
 
     # --- looking -----------------------------------------------------------------------------
 
     @property
     def current(self) -> LoadedModel | None:
-        """The model that requests without a model's name go to."""
-        return self._models[-1] if self._models else None
+        """The model that requests without a model's name go to; None while that is away."""
+        return self._models[-1] if self._models and self._wanted is None else None
+
+    @property
+    def wanted(self) -> str | None:
+        """The name of the current model that was sent away, and has to come back."""
+        return self._wanted
+
+    def models(self) -> tuple[LoadedModel, ...]:
+        """The loaded models, the current one last."""
+        return tuple(self._models)
 
     def infos(self) -> tuple[ModelInfo, ...]:
         """The loaded models, the current one last."""
@@ -126,6 +158,19 @@ class ModelPool:
         """Make a loaded model the current one."""
         # One assignment: other threads may be looking.
         self._models = [*(m for m in self._models if m is not loaded), loaded]
+        self._wanted = None
+        self.touch(loaded)
+
+    def touch(self, loaded: LoadedModel) -> None:
+        """Note that a model was used just now."""
+        loaded.used = next(self._uses)
+
+    def pin(self, name: str, *, on: bool = True) -> LoadedModel | None:
+        """Keep a loaded model from being sent away, or no longer; None when there is none."""
+        loaded = self.find(name)
+        if loaded is not None:
+            loaded.pinned = on
+        return loaded
 
     # --- coming in ---------------------------------------------------------------------------
 
@@ -141,7 +186,9 @@ class ModelPool:
         self._remove([m for m in self._models if m.info.name == name])
         evaluate(model)
         config = limits.config_of(model)
-        return self._admit(model, _wrapped(tokenizer), config, name=name, source=GIVEN)
+        loaded = self._admit(model, _wrapped(tokenizer), config, name=name, source=GIVEN)
+        self.use(loaded)
+        return loaded
 
     def load(
         self,
@@ -169,8 +216,10 @@ class ModelPool:
         """
         loaded = self.find(name, adapter)
         if loaded is None:
-            base = self.find(name) if adapter is not None else None
+            base = self.find(name) or self._away.get(name)
             source = base.files if base is not None else None
+            if adapter is None and base is not None:
+                adapter = base.adapter
             source = source or sources.resolve(
                 name, progress=progress, cancelled=cancelled, trust_remote_code=trust_remote_code
             )
@@ -192,63 +241,52 @@ class ModelPool:
         import_mlx_lm()
         if cancelled():
             raise Interrupted
-        if progress is not None:
-            progress(f"Loading {source.name}", 0, 0)
         where = precision.backend()
         bases = frozenset({asked, source.origin, source.name, str(source.path)})
         shown, place = source.name, str(source.path)
         if adapter is not None:
             taken = [(m.info.name, m.adapter.path if m.adapter else None) for m in self._models]
             shown, place = adapter.name_for(source.name, taken), f"{source.path} + {adapter.path}"
-        self._remove([m for m in self._models if m.info.name == shown])
-        self._make_room(source, where, adapter)
+        need = _need(source, where, adapter)
+        eviction.make_room(self, shown, need.total, progress)
+        if progress is not None:
+            progress(f"Loading {source.name}", 0, 0)
         witness = Witness(source.path, adapter.path if adapter is not None else None)
-        model, tokenizer, config = _read(source)
-        if adapter is not None:
-            adapters.apply(model, adapter)
-        precision.settle(model, where)
-        if cancelled():
-            raise Interrupted
-        row_bytes = warm_up(model)
+        try:
+            model, tokenizer, config = _read(source)
+            if adapter is not None:
+                adapters.apply(model, adapter)
+            precision.settle(model, where)
+            if cancelled():
+                raise Interrupted
+            row_bytes = warm_up(model)
+        except BaseException as error:
+            model = tokenizer = None
+            traceback.clear_frames(error.__traceback__)  # their locals would keep its arrays
+            _settle()
+            if is_shortage(error):
+                free = eviction.free_bytes(self)
+                held = eviction.holders(self)
+                raise ModelDoesNotFit(shown, need.total, free, held) from error
+            raise
         identity = witness.identity(model, where)
+        self._remove([m for m in self._models if m.info.name == shown])
         loaded = self._admit(model, tokenizer, config, name=shown, source=place)
         loaded.identity = identity
-        loaded.row_bytes = row_bytes
+        loaded.row_bytes, loaded.chunk_bytes = row_bytes, need.chunk
         loaded.defaults = limits.defaults_of(source.path)
         loaded.aliases = bases if adapter is None else frozenset()
         loaded.files, loaded.bases, loaded.adapter = source, bases, adapter
+        self._back(loaded)
+        _settle()
         return loaded
 
-    def _make_room(
-        self, source: sources.Source, where: precision.Backend, adapter: Adapter | None = None
-    ) -> None:
-        """Unload idle models until the new one fits.
-
-        Raises:
-            ModelDoesNotFit: it wouldn't fit into an empty pool either.
-        """
-        entries = [*tensors.model_entries(source.path), *(adapter.entries if adapter else ())]
-        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-        needed = precision.needed_bytes(where, entries, config)
-        if needed > (most := self._free() + memory.measured().active):
-            # Hopeless: nobody is sent away for it.
-            raise ModelDoesNotFit(source.name, needed, most, self._holders())
-        while needed > self._free() and self._models:
-            log.info("unloading %s to make room for %s", self._models[0].info.name, source.name)
-            self._remove(self._models[:1])
-        if needed > (free := self._free()):
-            raise ModelDoesNotFit(source.name, needed, free, self._holders())
-
-    def _free(self) -> int:
-        free = memory.admissible()
-        if self.memory_limit is not None:
-            free = min(free, max(0, self.memory_limit - memory.measured().active))
-        return free
-
-    def _holders(self) -> list[tuple[str, int]]:
-        held = [(m.info.name, m.info.weight_bytes) for m in self._models]
-        rest = memory.measured().active - sum(size for _, size in held)
-        return [*held, ("caches and others", rest)] if rest > 1 << 20 else held
+    def _back(self, loaded: LoadedModel) -> None:
+        """A model is here: nobody needs to remember how to bring it back."""
+        for name in (loaded.info.name, loaded.info.source, *loaded.aliases):
+            former = self._away.pop(name, None)
+            if former is not None:
+                loaded.pinned = former.pinned
 
     def _admit(
         self, model: Any, tokenizer: Any, config: dict[str, Any], *, name: str, source: str
@@ -278,14 +316,22 @@ class ModelPool:
 
     def unload(self, name: str | None = None) -> list[str]:
         """Unload a model, or all without a name; the names of those that went."""
+        self._wanted = None
         if name is None:
+            self._away.clear()
             return self._remove(list(self._models))
         loaded = self.find(name)
         return self._remove([loaded] if loaded is not None else [])
 
-    def _remove(self, going: list[LoadedModel]) -> list[str]:
-        import mlx.core as mx
+    def send_away(self, going: LoadedModel) -> None:
+        """Unload a model that comes back when it is asked for."""
+        if going is self.current:
+            self._wanted = going.info.name
+        for name in (going.info.name, going.info.source, *going.aliases):
+            self._away[name] = going
+        self._remove([going])
 
+    def _remove(self, going: list[LoadedModel]) -> list[str]:
         names = []
         while going:
             loaded = going.pop()
@@ -297,9 +343,21 @@ class ModelPool:
             loaded.tokenizer = None
             del loaded
         if names:
-            gc.collect()
-            mx.clear_cache()
+            _settle()
         return names
+
+
+def _need(source: sources.Source, where: precision.Backend, adapter: Adapter | None) -> Need:
+    """What a model needs, from its files."""
+    entries = [*tensors.model_entries(source.path), *(adapter.entries if adapter else ())]
+    config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    return Need.of(where, entries, config)
+
+
+def _settle() -> None:
+    """Have everything that nobody holds any more really gone."""
+    gc.collect()
+    trim_buffers()
 
 
 def _nothing(loaded: LoadedModel) -> None:
