@@ -21,10 +21,7 @@ _ORIGIN = re.compile(r"@?(\w[\w.-]*?)(?:~(\d*))?")
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "load": (
-        "NAME … [--adapter DIR]",
-        "load models: an alias, a directory, a GGUF file or a Hugging Face id",
-    ),
+    "load": ("NAME …", "load models: aliases, directories, GGUF files or Hugging Face ids"),
     "unload": ("[NAME]", "give a model's memory back; the current one's without a name"),
     "models": ("", "the loaded models and the names that load knows"),
     "status": ("", "model, context length and memory in use"),
@@ -60,6 +57,24 @@ TOPICS: dict[str, str] = {
         "%%llm @other --from name~2 begins 'other' two turns before the end of 'name'.\n"
         "%llm branches lists them, %llm log @name shows one, %llm drop @name forgets one.\n"
         "Without @name each prompt stands alone, but shared beginnings are still reused."
+    ),
+    "several": (
+        "-m NAME asks another model; it is loaded if it isn't. %llm load a-1 b-2 loads several\n"
+        "(then each name has a digit, a dot, a dash or a slash; else the line is a prompt).\n"
+        "-m a -m b asks both the same, one after the other, and shows the answers side by side;\n"
+        "_ is a tuple of Answers. On @name, a's answer is the turn, and b's goes to @name.b: go\n"
+        "on with the one you like. A branch may change models at any turn.\n"
+        "--adapter DIR puts LoRA weights of mlx-lm's on top; the model is then NAME+DIR, with a\n"
+        "cache of its own: %llm load NAME --adapter DIR.\n"
+        "The context is the smallest of what the model, its tokenizer, %config LLMMagics.context,\n"
+        "--ctx N and memory allow; %llm status says which. A longer prompt is an error."
+    ),
+    "filters": (
+        "Filters keep the beginnings of prompts alike, so that they are reused. They touch system\n"
+        "prompts and templates only, and each answer's last line says what they did.\n"
+        "billing-header (on): no x-anthropic-billing-header lines at a system prompt's head.\n"
+        "frozen-clock (off): a template's clock stands still at the time of the engine's start.\n"
+        "%config LLMMagics.filters = ['billing-header', 'frozen-clock'] turns both on, [] none."
     ),
     "keeping": (
         "%llm save @name keeps a conversation in a private place; %llm restore @name brings it\n"
@@ -251,6 +266,7 @@ def help_text(topic: str | None = None) -> str:
         "",
         *(f"{call.ljust(width)}{meaning}" for call, meaning in rows),
         "",
-        "Topics: " + ", ".join(TOPICS) + ". A whole line that isn't one of these is a prompt.",
+        "Topics: " + ", ".join(TOPICS) + ".",
+        "A whole line that isn't one of these is a prompt.",
     ]
     return "\n".join(lines)
