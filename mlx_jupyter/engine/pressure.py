@@ -207,7 +207,8 @@ class Pressure:
     def refused(self) -> None:
         """An allocation was refused: free what can be, in this cache too."""
         self._relieve(1 << 62)
-        self._cache.spare(1 << 62)
+        # What the request itself goes on from was asked for last, so that the policy keeps it.
+        self._cache.spare(self._cache.stored_bytes() // 2)
         trim_buffers()
 
 
