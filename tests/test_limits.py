@@ -83,7 +83,7 @@ class TestMemory:
         with fake_engine(FakeModel(before_call=calls.append)) as engine:
             engine.generate(tokens=letters(10), max_tokens=1)  # now the size of a row is known
             (row,) = {m.row_bytes for m in engine._shop._pool._models}
-            monkeypatch.setattr(memory, "admissible", lambda: 300 * row)
+            monkeypatch.setattr("mlx_jupyter.engine.context._free", lambda _: 300 * row)
             engine.clear()
             status = engine.status()
             assert status.context == 256
@@ -101,10 +101,17 @@ class TestMemory:
         with fake_engine() as engine:
             engine.generate(tokens=letters(600), max_tokens=1)
             use = engine.status().memory
-            monkeypatch.setattr(memory, "admissible", lambda: 0)
+            monkeypatch.setattr(memory, "free_within", lambda *_, **__: 0)
             limit = engine.status().limits[0]
             (row,) = {m.row_bytes for m in engine._shop._pool._models}
             assert limit.tokens == (use.live + use.stored) // row // limits.STEP * limits.STEP
+
+    def test_status_says_it_of_each_model(self) -> None:
+        with fake_engine(context=50) as engine:
+            assert engine.status().contexts == {"model": Limit(50, limits.OPTION)}
+            engine.unload()
+            status = engine.status()
+            assert (status.context, status.limits, dict(status.contexts)) == (0, (), {})
 
     def test_a_memory_limit_of_the_users_counts(self) -> None:
         with fake_engine(memory_limit=1) as engine:

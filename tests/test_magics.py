@@ -494,6 +494,25 @@ def test_load_shows_progress_and_gives_the_model(shell, loader, capsys):
     assert shell.user_ns["_"] is INFO
 
 
+def test_a_load_tells_what_the_template_does(run, loader, capsys):
+    from dataclasses import replace
+
+    faulty = replace(INFO, template_faults=("The chat template writes the time.",))
+    loader(Loaded(faulty))
+    run("%llm load m")
+    out = capsys.readouterr().out
+    assert out.endswith("context 100 tokens.\nThe chat template writes the time.\n")
+
+
+def test_several_loads_in_one_line(shell, loader, capsys):
+    made = loader(Loaded(INFO))
+    asked = []
+    made.submit_load = lambda name, *, adapter=None: (asked.append((name, adapter)), made.ticket)[1]
+    assert shell.run_cell("%llm load m-1 m-2", store_history=True).success
+    assert shell.run_cell("%llm load m --adapter runs/poet", store_history=True).success
+    assert asked == [("m-1", None), ("m-2", None), ("m", "runs/poet")]
+
+
 def test_a_failed_load_is_one_line(fails, loader):
     loader(Loading("Fetching m", 1, 4), Failed(BadModel("m.gguf", "it is cut off")))
     _, printed = fails("%llm load m")

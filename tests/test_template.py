@@ -452,6 +452,13 @@ def test_lint_of_a_template_that_refuses():
     assert told.startswith("The chat template can't be checked. The model's chat template refuses")
 
 
+def test_lint_of_a_tokenizer_that_breaks_costs_no_load():
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.apply_chat_template = None
+    (told,) = lint(tokenizer)
+    assert told.startswith("The chat template can't be checked. ")
+
+
 def test_a_clock_that_stands_still():
     from datetime import datetime
 

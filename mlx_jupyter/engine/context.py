@@ -62,7 +62,4 @@ def in_force(shop: Workshop, loaded: LoadedModel, asked: int | None = None) -> L
 def _free(shop: Workshop) -> int:
     """Bytes that the rows of one request may take: free ones, and what caches can give up."""
     use = shop.memory_use(memory.measured())
-    free = memory.admissible()
-    if shop.memory_limit is not None:
-        free = min(free, max(0, shop.memory_limit - use.active))
-    return free + use.live + use.stored
+    return memory.free_within(shop.memory_limit) + use.live + use.stored

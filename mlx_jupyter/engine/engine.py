@@ -19,7 +19,7 @@ blas.ensure()
 from mlx_jupyter.cache.lending import usable  # noqa: E402
 from mlx_jupyter.cache.match import decide, match  # noqa: E402
 from mlx_jupyter.cache.view import TreeView  # noqa: E402
-from mlx_jupyter.engine.context import all_limits, checked_context  # noqa: E402
+from mlx_jupyter.engine.context import all_limits, checked_context, in_force  # noqa: E402
 from mlx_jupyter.engine.filters import DEFAULT, checked_filters  # noqa: E402
 from mlx_jupyter.engine.labels import Labels  # noqa: E402
 from mlx_jupyter.engine.options import Options  # noqa: E402
@@ -334,6 +334,8 @@ class Engine(Upkeep):
         measured = memory.measured()
         current = self._shop.find(None)
         limits = tuple(all_limits(self._shop, current)) if current is not None else ()
+        loaded = (self._shop.find(info.name) for info in published.models)
+        contexts = {m.info.name: in_force(self._shop, m) for m in loaded if m is not None}
         return Status(
             models=published.models,
             memory=self._shop.memory_use(measured),
@@ -346,6 +348,7 @@ class Engine(Upkeep):
             waiting=len(self._tickets),
             closed=self._thread.ended.is_set(),
             limits=limits,
+            contexts=contexts,
             holdings=published.holdings,
             now=self._clock(),
         )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from mlx_jupyter.engine.storage import StoreUse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mlx_jupyter.blas import BlasStatus
     from mlx_jupyter.engine.holdings import Holding
     from mlx_jupyter.models.info import ModelInfo
@@ -69,6 +71,7 @@ class Status:
         context: tokens that fit, for the current model; 0 without one.
         context_origin: where that limit comes from.
         limits: all that bound it, the smallest first.
+        contexts: the limit in force of each loaded model, by short name.
         blas: which BLAS computes on the CPU.
         device: MLX's default device.
         store: what is kept on disk.
@@ -90,6 +93,7 @@ class Status:
     waiting: int = 0
     closed: bool = False
     limits: tuple[Limit, ...] = ()
+    contexts: Mapping[str, Limit] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
     now: float = 0.0
 

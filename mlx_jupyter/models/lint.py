@@ -49,8 +49,8 @@ def lint(tokenizer: Any) -> list[str]:
             *_turns(tokenizer, codec, first),
             *_tools(tokenizer, codec),
         ]
-    except LLMError as error:
-        return [f"The chat template can't be checked. {error}"]
+    except Exception as error:  # a template or tokenizer of another's costs the check, not the load
+        return [f"The chat template can't be checked. {error or type(error).__name__}"]
 
 
 def _clock(tokenizer: Any, codec: Codec, first: Rendered) -> list[str]:
