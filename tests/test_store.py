@@ -147,6 +147,10 @@ class TestRoundTrip:
             assert bytes(found.data) == tensor.data
             width = WIDTHS[tensor.dtype]
             assert not found.data.size or found.data.ctypes.data % width == 0, "aligned"
+        with shelf.reader([entry], keep=False) as reading:
+            ((_, checked),) = reading
+        assert (checked.tensors, checked.meta) == ({}, meta)
+        assert checked.tokens.tolist() == tokens.tolist()
         assert store.close(10)
         assert store.faults.count == 0
 

@@ -127,6 +127,21 @@ def test_damage_is_computed_again_and_never_seen(
     assert placed
 
 
+@pytest.mark.parametrize("at", [9, 30, 2000, -1])
+def test_damage_is_found_without_keeping_anything(store: Store, at: int) -> None:
+    model = FakeModel(("rows",))
+    path = saved(model, store, prompt(300))[0]
+    shelf = store.shelf("fake")
+    (entry,) = shelf.find(shelf.root)
+    assert entry.path == path
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with shelf.reader([entry], keep=False) as reading:
+        assert [content for _, content in reading] == [None]
+    assert not path.exists()
+
+
 def test_a_disk_that_doesnt_answer_can_be_interrupted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,7 @@ class Pages:
 
         entries = [page.entry for page in pages if page.entry is not None]
         self._contents = self._block.enter_context(
-            shelf.reader(entries, into=into, told_to_stop=self._told_to_stop)
+            shelf.reader(entries, into=into, keep=not discrete(), told_to_stop=self._told_to_stop)
         )
 
 

@@ -85,6 +85,7 @@ class Shelf:
         ahead_bytes: int = AHEAD,
         *,
         into: Callable[[Entry], Into | None] = lambda _: None,
+        keep: bool = True,
         told_to_stop: Callable[[], bool] = lambda: False,
     ) -> Reading:
         """Read entries in order, ahead of their use; see ``Reading``.
@@ -93,11 +94,12 @@ class Shelf:
             entries: what to read.
             ahead_bytes: see ``Reading``.
             into: says for an entry where its tensors' bytes go; asked on other threads.
+            keep: False: they are only checked, and not among what is given.
             told_to_stop: see ``Reading``.
         """
 
         def read(entry: Entry, stopped: Callable[[], bool]) -> Content | None:
-            return self._read(entry, stopped, into(entry))
+            return self._read(entry, stopped, into(entry)) if keep else self._check(entry, stopped)
 
         return Reading(read, entries, ahead_bytes, told_to_stop)
 
@@ -200,6 +202,15 @@ class Shelf:
             return content
 
         return self._attempt(entry, read)
+
+    def _check(self, entry: Entry, stopped: Callable[[], bool]) -> Content | None:
+        def check() -> Content:
+            with store_file.open_file(entry.path) as file:
+                content = store_file.check(file, entry.place, stopped)
+            _verify(entry, content.tokens)
+            return content
+
+        return self._attempt(entry, check)
 
     def _attempt(self, entry: Entry, read: Callable[[], T]) -> T | None:
         """What was read; None, noted and removed where that is right, when it can't be."""
