@@ -318,3 +318,58 @@ def test_there_and_back_fifty_times_ends_where_it_began(tmp_path):
                 assert answer.logprobs == solo[place].logprobs
         assert len(engine.models()) == 1
         assert engine._thread.call(taken) == pytest.approx(baseline, rel=0.02)
+
+
+# --- what is said -----------------------------------------------------------------------------
+
+
+def test_ps_says_what_each_model_holds_and_what_goes_next(two):
+    from mlx_jupyter.notebook.memory_reports import ps
+
+    with Engine() as engine:
+        assert "No model is loaded" in repr(ps(engine.status()))
+        for place in two:
+            engine.load(str(place))
+        engine.pin("second")
+        engine.generate(tokens=[3 + i % 50 for i in range(200)], model="first", max_tokens=2)
+        engine.generate(tokens=[5 + i % 40 for i in range(200)], model="first", max_tokens=2)
+        status = engine.status()
+        told = repr(ps(status))
+        for part in ("first", "second (current)", "pinned", "just now", "last used"):
+            assert part in told
+        assert "Next to go for another model: first" in told
+        assert "Next to go from the cache of first: rows" in told
+        first = {each.name: each for each in status.holdings}["first"]
+        assert first.live > 0
+        assert first.pages > 0
+        assert first.snapshots == 0
+        assert "<table>" in ps(status)._repr_html_()
+
+
+def test_memory_is_told_as_it_is_measured(two):
+    from mlx_jupyter.notebook.reports import status
+
+    with Engine() as engine:
+        engine.load(str(two[0]))
+        engine.generate(tokens=IDS * 40, max_tokens=2)
+        used = engine.status().memory
+        assert used.weights + used.live + used.stored <= used.active * 1.02
+        assert used.compute > 0
+        assert 0 < used.free <= used.limit
+        assert 0 < used.system_free < used.system_limit
+        assert used.resident > used.active
+        told = repr(status(engine.status()))
+        for part in ("MLX memory", "free buffers", "activations at the peak", "system"):
+            assert part in told
+
+
+def test_a_name_without_an_at_sign_pins_a_model():
+    from mlx_jupyter.notebook import commands
+    from mlx_jupyter.notebook.grammar import parse_line
+
+    assert parse_line("ps") == commands.Ps()
+    assert parse_line("pin tiny") == commands.PinModel("tiny")
+    assert parse_line("unpin tiny") == commands.PinModel("tiny", on=False)
+    assert parse_line("pin @chat") == commands.Pin("chat")
+    assert isinstance(parse_line("pin the tail on the donkey"), commands.Ask)
+    assert isinstance(parse_line("ps what else?"), commands.Ask)

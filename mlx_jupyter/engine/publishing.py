@@ -46,9 +46,11 @@ class Publisher:
 
     Args:
         clock: monotonic seconds.
+        limit: the user's bound on MLX's arrays in bytes, or None.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], limit: int | None = None) -> None:
+        self._limit = limit
         self.published = Published()
         self.history = History(clock)
         self._clock = clock
@@ -137,7 +139,7 @@ class Publisher:
             active=measured.active,
             cache=measured.cache,
             peak=measured.peak,
-            limit=measured.limit,
+            limit=min(measured.limit, self._limit or measured.limit),
             snapshots=sum(each.snapshots for each in holdings),
             on_disk=sum(each.on_disk for each in holdings),
             compute=published.compute,

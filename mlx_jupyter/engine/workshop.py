@@ -108,7 +108,7 @@ class Workshop:
         self.memory = Memory()
         self.trails = Trails()
         self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
-        self._publisher = Publisher(clock)
+        self._publisher = Publisher(clock, memory_limit)
         self._budgets = Budgets(cache_bytes, memory_limit)
         self._measured: dict[str, Measured] = {}
         self.memory_limit = memory_limit

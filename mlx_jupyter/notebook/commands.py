@@ -119,6 +119,11 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Ps:
+    """``ps``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """``tree``."""
 
@@ -186,6 +191,14 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class PinModel:
+    """``pin NAME`` and ``unpin NAME``."""
+
+    name: str
+    on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Verify:
     """``verify``."""
 
@@ -208,6 +221,7 @@ Command = (
     | Unload
     | Models
     | Status
+    | Ps
     | Tree
     | Pages
     | Branches
@@ -218,6 +232,7 @@ Command = (
     | Forget
     | Store
     | Pin
+    | PinModel
     | Verify
     | Help
     | Overview

@@ -27,6 +27,8 @@ from mlx_jupyter.notebook.commands import (
     Overview,
     Pages,
     Pin,
+    PinModel,
+    Ps,
     Restore,
     Save,
     Status,
@@ -123,6 +125,8 @@ def _subcommand(text: str) -> Command | None:
             return Models()
         case ["status"]:
             return Status()
+        case ["ps"]:
+            return Ps()
         case ["tree"]:
             return Tree()
         case ["pages"]:
@@ -145,6 +149,8 @@ def _subcommand(text: str) -> Command | None:
             return Store(clear=True)
         case ["pin" | "unpin" as word, branch] if BRANCH.fullmatch(branch):
             return Pin(branch[1:], on=word == "pin")
+        case ["pin" | "unpin" as word, name] if name[:1] not in ("-", "@", ""):
+            return PinModel(name, on=word == "pin")
         case ["verify"]:
             return Verify()
         case ["help"]:

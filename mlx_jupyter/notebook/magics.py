@@ -27,7 +27,7 @@ from mlx_jupyter import runtime
 from mlx_jupyter.engine.private import names as saved_names
 from mlx_jupyter.engine.request import Failed, Loaded, Loading
 from mlx_jupyter.errors import Cancelled, LLMError
-from mlx_jupyter.notebook import commands, config, grammar, options, reports
+from mlx_jupyter.notebook import commands, config, grammar, memory_reports, options, reports
 from mlx_jupyter.notebook.cells import strip_final_newline
 from mlx_jupyter.notebook.chat import Chat, Exchange
 from mlx_jupyter.notebook.columns import board_for
@@ -155,6 +155,8 @@ class LLMMagics(KeepingCommands, config.Settings, Magics):
                 return Outcome(reports.models(self._engine().models(), _aliases()))
             case commands.Status():
                 return Outcome(reports.status(self._engine().status()))
+            case commands.Ps():
+                return Outcome(memory_reports.ps(self._engine().status()))
             case commands.Tree():
                 from mlx_jupyter.widgets.trie import tree_report
 
@@ -179,6 +181,8 @@ class LLMMagics(KeepingCommands, config.Settings, Magics):
                 return self._store(clear=clear)
             case commands.Pin(branch, on):
                 return Outcome(self._chat.pin(branch, self._engine(), on=on))
+            case commands.PinModel(name, on):
+                return Outcome(reports.pinned(name, self._engine(), on=on))
             case commands.Verify():
                 found = self._engine().verify()
                 return Outcome(reports.Page(f"{found}.", found))

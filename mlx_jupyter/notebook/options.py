@@ -25,6 +25,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "unload": ("[NAME]", "give a model's memory back; the current one's without a name"),
     "models": ("", "the loaded models and the names that load knows"),
     "status": ("", "model, context length and memory in use"),
+    "ps": ("", "what each model holds, when it was used, and what would go next"),
     "tree": ("", "the prefixes that are cached, as a picture"),
     "pages": ("", "every page of the cache and the memory in use; change the budget there"),
     "branches": ("", "the conversations and their lengths"),
@@ -34,8 +35,8 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "restore": ("@BRANCH [FILE]", "bring a kept conversation back"),
     "forget": ("@BRANCH", "remove a conversation for good, in memory and on disk"),
     "store": ("[clear]", "what is kept on disk; clear removes it"),
-    "pin": ("@BRANCH", "never give up what a conversation has cached"),
-    "unpin": ("@BRANCH", "let it be given up again when room is needed"),
+    "pin": ("@BRANCH | NAME", "never give up what a conversation has cached, or a model"),
+    "unpin": ("@BRANCH | NAME", "let it be given up again when room is needed"),
     "verify": ("", "compute something cached again, cold, and compare"),
     "help": ("[TOPIC]", "this help, or more about one topic"),
 }

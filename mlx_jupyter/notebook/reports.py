@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mlx_jupyter.cache.forgetting import Removed
+    from mlx_jupyter.engine.engine import Engine
     from mlx_jupyter.engine.keeping import Receipt, Restored
     from mlx_jupyter.engine.status import Status
     from mlx_jupyter.engine.storage import StoreUse
@@ -113,6 +114,8 @@ def models(loaded: Sequence[ModelInfo], aliases: Iterable[str]) -> Report:
 
 def status(now: Status) -> Report:
     """``%llm status``."""
+    from mlx_jupyter.notebook.memory_reports import memory_rows
+
     rows: list[tuple[str, str]] = []
     for i, info in enumerate(now.models):
         rows.append(
@@ -125,20 +128,8 @@ def status(now: Status) -> Report:
         rows.append(("model", "none yet; the first prompt loads the default one"))
     if now.context:
         rows.append(("context", _context(now)))
-    memory = now.memory
     rows += [
-        ("weights", human_bytes(memory.weights)),
-        (
-            "prefix cache",
-            f"{human_bytes(memory.live + memory.stored)} of {human_bytes(memory.budget)}: "
-            f"{human_bytes(memory.live)} live, {human_bytes(memory.stored)} stored",
-        ),
-        (
-            "MLX memory",
-            f"{human_bytes(memory.active)} in use, {human_bytes(memory.cache)} free buffers, "
-            f"peak {human_bytes(memory.peak)}"
-            + (f", limit {human_bytes(memory.limit)}" if memory.limit else ""),
-        ),
+        *memory_rows(now),
         ("on disk", _on_disk(now.store)),
         ("device", f"{now.device}; BLAS: {_blas(now)}"),
         ("requests", f"{now.requests:,} ended, {now.waiting:,} waiting or running"),
@@ -210,6 +201,19 @@ def removed(branch: str, gone: Removed) -> str:
 
 def _blas(now: Status) -> str:
     return now.blas.library or now.blas.state
+
+
+def pinned(name: str, engine: Engine, *, on: bool) -> Page:
+    """``%llm pin NAME`` and ``%llm unpin NAME``.
+
+    Raises:
+        BadRequest: no such model is loaded, or it isn't pinned.
+    """
+    if not on:
+        engine.unpin(name)
+        return Page(f"{name} may be sent away for another model again.", name)
+    held = engine.pin(name)
+    return Page(f"{name} is pinned: its {human_bytes(held)} stay, whatever else is loaded.", held)
 
 
 def overview(now: Status, branches: Sequence[str]) -> Page:
