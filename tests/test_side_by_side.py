@@ -157,6 +157,36 @@ def test_running_the_cell_again_replaces_all_answers(engine):
     assert [t.question.content for t in tree.log("c.b")] == ["z"]
 
 
+def test_what_followed_another_models_answer_comes_back(engine):
+    """The cell runs again: what hung on the other's old answer hangs on its new one."""
+    tree = turns_of(engine)
+
+    def commit(place, text):
+        tree.commit(place, Message("user", text), engine.generate(text, max_tokens=2))
+
+    def both(run_name: str, text: str) -> None:
+        place = tree.start("c", Call("s", "both", 0, run_name))
+        for at in (place, tree.beside(place, "c.b")):
+            commit(at, text)
+
+    both("r1", "x")
+    commit(tree.start("c.b", Call("s", "after", 0, "r1")), "and?")
+    both("r2", "y")
+    assert [t.question.content for t in tree.log("c.b")] == ["y"]
+    assert [t.question.content for t in tree.stale("c.b")] == ["and?"]
+    commit(tree.start("c.b", Call("s", "after", 0, "r2")), "and now?")
+    assert [t.question.content for t in tree.log("c.b")] == ["y", "and now?"]
+    assert [t.question.content for t in tree.log("c")] == ["y"]
+
+
+def test_a_first_model_that_fails_leaves_the_others_branch(shell, run):
+    shell.run_cell("%llm @c -m no-such -m b --max 2 one", store_history=True)
+    assert run("%llm branches").data == ("c.b",)
+    shell.run_cell("%llm @c -m no-such -m b --max 2 two", store_history=True)
+    (turn,) = run("%llm log @c.b").data  # @c has no turns, and so the others start there too
+    assert turn.question.content == "two"
+
+
 def test_anothers_branch_is_not_taken(shell, run, capsys):
     run("%llm @c.b --max 1 mine")
     capsys.readouterr()

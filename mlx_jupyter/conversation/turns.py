@@ -355,7 +355,7 @@ class Turns:
         """A new branch at ``tip`` that knows what the branch of ``origin`` knows of its path."""
         source = self._branches.get(split(origin)[0]) if origin else None
         if origin is None or source is None:
-            return Branch(tip)
+            return Branch(tip, source=split(origin)[0] if origin else None)
         path = set(self._path(tip))
         made = Branch(tip, loose=source.loose & path, source=split(origin)[0])
         made.ends = set(source.ends)

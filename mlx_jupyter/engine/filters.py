@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from mlx_jupyter.cache.plan import Cause
 from mlx_jupyter.errors import BadRequest
+from mlx_jupyter.models.sentinels import asks_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +89,7 @@ class Filters:
             kept, told = _without_header(messages)
             if told:
                 request = replace(request, messages=kept)
-        if self.clock is not None and "strftime_now" in template:
+        if self.clock is not None and asks_time(template):
             stands = f"{self.clock:%Y-%m-%d %H:%M}"
             text = f"the template's clock stands still at {stands} ({CLOCK})"
             told.append(Cause("filtered", text, 0, 0))

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 
 
+def asks_time(template: str) -> bool:
+    """Whether a template asks for the time in a way that a clock of ours can answer."""
+    return _NOW.search(template) is not None
+
+
 class Masks:
     """Sentinels and what they stand for."""
 
@@ -301,7 +306,7 @@ class Source:
         As a function the clock wouldn't get there: transformers hands on texts only.
         """
         clock = self.clock
-        if clock is None or not _NOW.search(self.codec.template):
+        if clock is None or not asks_time(self.codec.template):
             return {}
         template: str = self.tokenizer.get_chat_template(None, tools=tools)
         return {"chat_template": _NOW.sub(lambda found: repr(clock.strftime(found[2])), template)}
