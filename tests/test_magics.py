@@ -345,7 +345,8 @@ def test_a_context_of_ones_own(run, fails, shell):
     _, printed = fails(f"%llm --ctx {size} hello there")
     assert f"holds {size - 2} (set by the context option)" in printed
     told = dict(run("%llm status").rows)["context"]
-    assert told.startswith(f"{size - 2} tokens, set by the context option (the model (max_pos")
+    assert told.startswith(f"{size - 2} tokens, set by the context option; ")
+    assert "; 4,096 by the model (max_position_embeddings)" in told
     run("%config LLMMagics.context = None")
     run("%llm --max 1 hello there")
 

@@ -21,7 +21,7 @@ _ORIGIN = re.compile(r"@?(\w[\w.-]*?)(?:~(\d*))?")
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "load": ("NAME …", "load models: aliases, directories, GGUF files or Hugging Face ids"),
+    "load": ("NAME …", "load models: aliases, directories, GGUF files, Hugging Face ids"),
     "unload": ("[NAME]", "give a model's memory back; the current one's without a name"),
     "models": ("", "the loaded models and the names that load knows"),
     "status": ("", "model, context length and memory in use"),

@@ -139,8 +139,8 @@ def status(now: Status) -> Report:
 
 def _context(now: Status) -> str:
     """The limit in force, and what the others would allow."""
-    rest = "; ".join(f"{limit.origin}: {limit.tokens:,}" for limit in now.limits[1:])
-    return f"{now.context:,} tokens, set by {now.context_origin}" + (f" ({rest})" if rest else "")
+    rest = "".join(f"; {each.tokens:,} by {each.origin}" for each in now.limits[1:])
+    return f"{now.context:,} tokens, set by {now.context_origin}{rest}"
 
 
 def _on_disk(store: StoreUse) -> str:
