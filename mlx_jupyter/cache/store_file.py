@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _RANK = 16
 _PIECE = 1 << 20
 """Bytes that are read at once: what was read is still in a processor's cache when it is checked."""
+_STRIDE = 1 << 26
+"""The same where other threads keep Python busy: each step of a read has to wait for them."""
 _PARTS = 512
 """Buffers that they may go to; systems take 1,024."""
 
@@ -148,11 +150,11 @@ def check(
     """
     header = Header(file, place)
     entry, start = header.tensors[TOKENS]
-    scratch = np.empty(min(_PIECE, header.nbytes), np.uint8).data
+    scratch = np.empty(min(_STRIDE, header.nbytes), np.uint8).data
     sum_ = xxhash.xxh3_64(header.zeroed)
     data = file.tell()
-    for at in range(0, header.nbytes, _PIECE):
-        _fill(file, [scratch[: header.nbytes - at]], sum_.update, stopped)
+    for at in range(0, header.nbytes, _STRIDE):
+        _fill(file, [scratch[: header.nbytes - at]], sum_.update, stopped, _STRIDE)
     if sum_.hexdigest().encode() != header.checksum:
         raise Damaged("its checksum is wrong")
     file.seek(data + start)
@@ -298,9 +300,10 @@ def _fill(
     buffers: Sequence[memoryview],
     seen: Callable[[memoryview], object] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
+    piece: int = _PIECE,
 ) -> None:
     """Read until the buffers, of bytes, are full; ``seen`` is told each part when it is."""
-    for group in _groups(buffers):
+    for group in _groups(buffers, piece):
         if stopped():
             raise Stopped
         left = group
@@ -327,18 +330,18 @@ def _behind(parts: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     return ()
 
 
-def _groups(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
-    """The buffers' parts, in groups of what is read at once."""
+def _groups(buffers: Sequence[memoryview], piece: int) -> Iterator[Sequence[memoryview]]:
+    """The buffers' parts, in groups of at most ``piece`` bytes, which are read at once."""
     first = at = size = 0
     while at < len(buffers):
         nbytes = buffers[at].nbytes
-        if first < at and (size + nbytes > _PIECE or at - first == _PARTS):
+        if first < at and (size + nbytes > piece or at - first == _PARTS):
             yield buffers[first:at]
             first, size = at, 0
         at += 1
-        if nbytes > _PIECE:
+        if nbytes > piece:
             whole = buffers[first]
-            yield from ([whole[i : i + _PIECE]] for i in range(0, nbytes, _PIECE))
+            yield from ([whole[i : i + piece]] for i in range(0, nbytes, piece))
             first = at
         else:
             size += nbytes
