@@ -18,6 +18,7 @@ from driver import Bench, prompt, uncompiled  # noqa: F401 - one is a fixture
 from fake_tokenizer import chatml_tokenizer
 from fakes import FakeModel
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.arrays import arrays_in
 from mlx_jupyter.conversation.answer import Message
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.request import Request, Ticket
@@ -115,7 +116,7 @@ def test_a_live_state_keeps_no_activations(name: str) -> None:
     bench = Bench(name)
     bench.ask(prompt(130), 1, chunk=130 if not bench.model.family.chunk else 1, verify=False)
     for leaf in bench.cache.live.leaves.states:
-        for array in ly.arrays_in(leaf.cache):
+        for array in arrays_in(leaf.cache):
             assert mx.get_array_buffer_size(array) <= array.nbytes + ly.PINNED
 
 

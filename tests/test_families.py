@@ -30,7 +30,7 @@ from driver import (  # noqa: F401 - one is a fixture
     torn,
     uncompiled,
 )
-from mlx_jupyter.cache.layers import arrays_in
+from mlx_jupyter.cache.arrays import arrays_in
 from tiny_models import (
     FAMILIES,
     NOT_BUILT,

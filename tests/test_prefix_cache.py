@@ -16,6 +16,7 @@ from driver import ask, new_cache
 from fakes import FakeModel, cold
 from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import making_room, pages
+from mlx_jupyter.cache.arrays import arrays_in
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.making_room import prune
 from mlx_jupyter.cache.trie import Trie
@@ -179,7 +180,7 @@ class TestStorage:
         for node in cache.trie.nodes():
             for mark in node.marks.values():
                 if mark.nbytes:
-                    assert mark.nbytes == sum(a.nbytes for a in ly.arrays_in(mark.states))
+                    assert mark.nbytes == sum(a.nbytes for a in arrays_in(mark.states))
 
     def test_twenty_turns_stay_within_the_budget(self, model: FakeModel) -> None:
         probe = new_cache(model)
@@ -626,7 +627,7 @@ class TestBytes:
         cache = new_cache(model)
         ask(cache, model, prompt(4000), chunk=4096)
         for leaf in cache.live.leaves.states:
-            for array in ly.arrays_in(leaf.cache):
+            for array in arrays_in(leaf.cache):
                 assert mx.get_array_buffer_size(array) <= array.nbytes + ly.PINNED
 
     def test_room_is_bounded_however_much_may_be_generated(self) -> None:

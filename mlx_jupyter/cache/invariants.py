@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache import retention
+from mlx_jupyter.cache.arrays import arrays_in
 from mlx_jupyter.cache.describe import items
 from mlx_jupyter.cache.match import decide, match
 from mlx_jupyter.cache.pages import host_bytes, things
@@ -114,7 +114,7 @@ def _check_bytes(cache: PrefixCache) -> None:
             *((m, m.states) for m in node.marks.values()),
         ]
         for thing, content in held:
-            arrays = ly.arrays_in(content)
+            arrays = arrays_in(content)
             true = _buffers(arrays)
             assert thing.nbytes == true, f"{thing} counts {thing.nbytes} bytes, not {true}"
             stored += arrays
@@ -124,7 +124,7 @@ def _check_bytes(cache: PrefixCache) -> None:
     assert on_host == cache.tally.host, f"{cache.tally.host} counted on the host, {on_host} there"
     assert _buffers(stored) == counted, "two stored things share a buffer"
     leaves = cache.live.leaves
-    live = ly.arrays_in([r.cache for r in leaves.rows] + [w.cache for w in leaves.windows])
+    live = arrays_in([r.cache for r in leaves.rows] + [w.cache for w in leaves.windows])
     apart = counted + _buffers(live)
     assert _buffers([*stored, *live]) == apart, "something stored shares a live buffer"
 

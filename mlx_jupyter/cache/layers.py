@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_jupyter.cache.arrays import arrays_in, compact, mapped
 from mlx_jupyter.cache.blank import blank
 from mlx_jupyter.cache.needs import Needs, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 PINNED = 4096
 """Bytes that a live state may keep alive beside its own; a page of memory is not worth a copy."""
@@ -31,14 +32,6 @@ PINNED = 4096
 Rows = tuple[mx.array, ...]
 """Rows of some tokens, the token axis is the last but one: K and V of shape (batch, heads, tokens,
 width), or the packed values, scales and biases of both when the cache is quantized."""
-
-
-def compact(array: mx.array) -> mx.array:
-    """A copy in a buffer of its own size, lazily.
-
-    ``mx.contiguous`` keeps a parent that is less than about 16 KB larger.
-    """
-    return mx.full(array.shape, array)
 
 
 def cut(arrays: Rows, start: int, end: int) -> Rows:
@@ -278,7 +271,7 @@ class StateLayer:
 
         Live states are views that pin whole activations.
         """
-        twin = _mapped(self.cache, compact)
+        twin = mapped(self.cache, compact)
         mx.eval(arrays_in(twin))
         return twin
 
@@ -289,13 +282,13 @@ class StateLayer:
             pinned = mx.get_array_buffer_size(array) - array.nbytes
             return compact(array) if pinned > PINNED else array
 
-        self.cache.__dict__.update(_mapped(self.cache, own).__dict__)
+        self.cache.__dict__.update(mapped(self.cache, own).__dict__)
         mx.eval(arrays_in(self.cache))
 
     def restore(self, twin: Any) -> None:
         """Become what the snapshot is; it stays as it is (buffers are shared until written)."""
         self.cache.__dict__.clear()
-        self.cache.__dict__.update(_mapped(twin, copy.copy).__dict__)
+        self.cache.__dict__.update(mapped(twin, copy.copy).__dict__)
 
 
 def _own(parts: Sequence[mx.array]) -> mx.array:
@@ -320,44 +313,6 @@ def allocate(
     made = iter(blank([each for some in buffers for each in some]))
     for layer, some in zip(layers, buffers, strict=True):
         layer.take(tuple(next(made) for _ in some))
-
-
-# --- objects ----------------------------------------------------------------------------------
-
-
-def _mapped(value: Any, array: Callable[[mx.array], mx.array]) -> Any:
-    """A copy of a cache object, nested ones included, with its arrays put through ``array``."""
-    if isinstance(value, mx.array):
-        return array(value)
-    if isinstance(value, list):
-        return [_mapped(v, array) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_mapped(v, array) for v in value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, array) for k, v in value.items()}
-    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        twin = copy.copy(value)
-        for name, attribute in vars(value).items():
-            setattr(twin, name, _mapped(attribute, array))
-        return twin
-    return value
-
-
-def arrays_in(value: Any) -> list[mx.array]:
-    """Every array of a cache object, nested ones included."""
-    found: list[mx.array] = []
-
-    def note(a: mx.array) -> mx.array:
-        found.append(a)
-        return a
-
-    _mapped(value, note)
-    return found
-
-
-def nbytes(values: Any) -> int:
-    """Bytes of the buffers behind every array in ``values`` (spare room and pinned parents too)."""
-    return sum(mx.get_array_buffer_size(a) for a in arrays_in(values))
 
 
 # --- the whole cache --------------------------------------------------------------------------

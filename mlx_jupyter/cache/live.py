@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_jupyter.cache import direct
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.arrays import arrays_in, buffer_bytes
 from mlx_jupyter.cache.packing import HostRows
 from mlx_jupyter.cache.pages import Placed, Stacks, Strip, group, joined_stacks, stack, unstack
 
@@ -75,7 +76,7 @@ class Live:
 
     def nbytes(self) -> int:
         """Bytes of its buffers, spare rows included."""
-        return ly.nbytes(self.layers)
+        return buffer_bytes(self.layers)
 
     def row_bytes(self) -> int:
         """Bytes of one token's rows over all full layers; 0 before the first token."""
@@ -87,7 +88,7 @@ class Live:
 
     def state_bytes(self) -> int:
         """Bytes that a snapshot of the state layers takes."""
-        return sum(a.nbytes for leaf in self.leaves.states for a in ly.arrays_in(leaf.cache))
+        return sum(a.nbytes for leaf in self.leaves.states for a in arrays_in(leaf.cache))
 
     # --- like layers together ----------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class Live:
 
     def evaluate(self) -> None:
         """Wait for everything that was dispatched; states then own no more than themselves."""
-        mx.eval(ly.arrays_in(self.layers))
+        mx.eval(arrays_in(self.layers))
         for leaf in self.leaves.states:
             leaf.compact()
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from mlx_jupyter.cache.arrays import arrays_in, compact
 from mlx_jupyter.cache.dtypes import DTYPES, NUMPY
-from mlx_jupyter.cache.layers import arrays_in, compact
 from mlx_jupyter.cache.store_format import Tensor
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import mlx.core as mx
 
 from mlx_jupyter.cache import layers as ly
+from mlx_jupyter.cache.arrays import buffer_bytes, compact
 from mlx_jupyter.cache.packing import cut
 from mlx_jupyter.cache.packing import nbytes as packed_bytes
 from mlx_jupyter.cache.trie import PAGE
@@ -82,12 +83,12 @@ def stack(layers: Sequence[ly.RowsLayer | ly.WindowLayer], start: int, end: int)
 
 def _stacked(arrays: list[mx.array]) -> mx.array:
     # One array alone wouldn't be copied and would keep the whole live buffer.
-    return ly.compact(arrays[0]) if len(arrays) == 1 else mx.concatenate(arrays, axis=0)
+    return compact(arrays[0]) if len(arrays) == 1 else mx.concatenate(arrays, axis=0)
 
 
 def compacted(stacks: Stacks, start: int, end: int) -> Stacks:
     """The tokens ``[start, end)`` of stacked rows in arrays of their own, evaluated."""
-    copies = tuple(tuple(map(ly.compact, ly.cut(arrays, start, end))) for arrays in stacks)
+    copies = tuple(tuple(map(compact, ly.cut(arrays, start, end))) for arrays in stacks)
     mx.eval(copies)
     return copies
 
@@ -389,7 +390,7 @@ class Mark:
     def hold(self, states: list[Any]) -> None:
         """Own these states (compact and evaluated)."""
         self.states = states
-        self.nbytes = ly.nbytes(states)
+        self.nbytes = buffer_bytes(states)
 
     def take(self, layers: Sequence[ly.StateLayer]) -> None:
         """Snapshot the layers, which stand at ``at``."""

@@ -5,7 +5,7 @@ package, which nobody else may write to, and is believed as the page store is. O
 come from anyone: its pages are compared with what the model computes, in a sample, and then lent
 (``cache/lending.py``). In both nothing is used that isn't exactly of this model's form.
 
-The functions run on the engine thread, as an ``Errand``.
+The functions run on the engine thread, as an ``Errand`` (``errand.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,8 +27,7 @@ from mlx_jupyter.cache.trie import common_prefix
 from mlx_jupyter.conversation.saved import Malformed, dumped, parsed
 from mlx_jupyter.engine import spot_check
 from mlx_jupyter.engine.private import place, trusted
-from mlx_jupyter.engine.request import Failed, Kept, Loading
-from mlx_jupyter.engine.serve import TicketJob
+from mlx_jupyter.engine.request import Loading
 from mlx_jupyter.errors import BadRequest, Interrupted, LLMError
 from mlx_jupyter.latch import holding
 from mlx_jupyter.models.sources import DEFAULT_MODEL
@@ -40,58 +39,16 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from mlx_jupyter.cache.prefix_cache import PrefixCache
-    from mlx_jupyter.conversation.answer import Answer, Message
+    from mlx_jupyter.conversation.answer import Message
     from mlx_jupyter.conversation.saved import Saved
+    from mlx_jupyter.engine.errand import Errand
     from mlx_jupyter.engine.workshop import Workshop
     from mlx_jupyter.models.pool import LoadedModel
 
 log = logging.getLogger(__name__)
 
-A_WHILE = 0.3
-"""Seconds after which progress is told."""
-
 MAX_PATH = 4_000_000
 """Ids of the longest conversation."""
-
-
-@dataclass(slots=True)
-class Errand(TicketJob):
-    """A ticket's piece of work on the engine thread.
-
-    Attributes:
-        work: does it; what it gives ends the ticket.
-    """
-
-    work: Callable[[Errand], Any]
-
-    def _done(self) -> Kept:
-        self.pause()
-        return Kept(self.work(self))
-
-    def pause(self) -> None:
-        """Raise ``Interrupted`` when the ticket was cancelled."""
-        if self.ticket.cancelled:
-            raise Interrupted
-
-    def stopped(self) -> bool:
-        """Whether the ticket was cancelled."""
-        return self.ticket.cancelled
-
-    def told(self, text: str) -> Callable[[int, int], None]:
-        """Reports how much of something is done, once it takes a while."""
-        began = self.shop.clock()
-
-        def tell(done: int, total: int) -> None:
-            if self.shop.clock() - began > A_WHILE:
-                self.ticket.emit(Loading(text, done, total))
-
-        return tell
-
-    def _partial(self) -> Answer:
-        return self.ticket.partial()
-
-    def _failed(self, error: Exception) -> Failed:
-        return Failed(error)
 
 
 # --- save ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mlx_jupyter.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mlx_jupyter.engine.keeping import Errand
+    from mlx_jupyter.engine.errand import Errand
 
     Path_ = tuple[str, Sequence[int]]
 

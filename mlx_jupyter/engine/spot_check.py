@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_jupyter.cache.layers import arrays_in
+from mlx_jupyter.cache.arrays import arrays_in
 from mlx_jupyter.cache.live import Live
 from mlx_jupyter.cache.luggage import Likeness
 from mlx_jupyter.cache.needs import joined

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.engine import keeping, removal
 from mlx_jupyter.engine.base import EngineBase
-from mlx_jupyter.engine.keeping import Errand, chosen
+from mlx_jupyter.engine.errand import Errand
+from mlx_jupyter.engine.keeping import chosen
 from mlx_jupyter.engine.request import Request, Ticket
 from mlx_jupyter.errors import BadRequest
 
