@@ -36,7 +36,7 @@ from mlx_jupyter.engine.engine import Engine  # noqa: E402
 from mlx_jupyter.models import memory, precision, sources, tensors  # noqa: E402
 from mlx_jupyter.models.admission import Need  # noqa: E402
 from mlx_jupyter.models.mlx_limits import trim_buffers  # noqa: E402
-from mlx_jupyter.models.pool import import_mlx_lm  # noqa: E402
+from mlx_jupyter.models.reading import import_mlx_lm  # noqa: E402
 
 PROMPT, ANSWER = 1500, 60
 PERIOD = 0.05

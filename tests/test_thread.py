@@ -14,8 +14,9 @@ import pytest
 
 from fakes import fake_engine
 from mlx_jupyter import errors as err
+from mlx_jupyter.engine.storage import STORE
 from mlx_jupyter.engine.thread import EngineThread
-from mlx_jupyter.engine.workshop import STORE, Workshop
+from mlx_jupyter.engine.workshop import Workshop
 
 HANG = 60
 FOR_EVER = 100_000.0

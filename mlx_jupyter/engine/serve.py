@@ -256,7 +256,8 @@ class Serve(TicketJob):
             shop.publish(loaded, ended=True, compute=run.pressure.compute if run.pressure else None)
         answer = self._made(run, session.plan, session.node)
         why = shop.explained(answer.why, loaded, request, id_array, marks, tree)
-        shop.remember(loaded, request, id_array, marks, answer)
+        after = shop.tree(loaded.info.name)
+        shop.remember(loaded, request, id_array, marks, answer, after)
         return replace(answer, why=(*why, *filtered))
 
     def _served(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_jupyter.cache.store import Store
+from mlx_jupyter.errors import BadRequest
+from mlx_jupyter.models import paths
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from os import PathLike
 
     from mlx_jupyter.cache.store_listing import Usage
     from mlx_jupyter.cache.store_shelf import Shelf
     from mlx_jupyter.models.pool import LoadedModel
+
+STORE = "MLX_JUPYTER_STORE"
+"""The variable that turns the page store off for a whole process, whatever was asked for."""
 
 LARGEST = 16 << 30
 SHARE = 0.1
@@ -40,6 +47,24 @@ class StoreUse:
     files: int = 0
     models: dict[str, int] = field(default_factory=dict)
     fault: str = ""
+
+
+def store_place(store: bool | str | PathLike[str] | None) -> Path | None:
+    """The page store's directory, which need not be there yet; None when it is off.
+
+    Args:
+        store: as ``Engine``'s.
+
+    Raises:
+        BadRequest: it is no place.
+    """
+    if isinstance(store, str) and not store.strip():
+        raise BadRequest("store takes a directory, True or False, not an empty text.")
+    if store is False or os.environ.get(STORE, "").strip().casefold() in ("off", "0", "false"):
+        return None
+    if store is None or store is True:
+        return paths.pages()
+    return Path(store).expanduser().absolute()
 
 
 class Storage:

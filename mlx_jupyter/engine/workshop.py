@@ -7,10 +7,7 @@ replaced whole, never changed, so that any thread may read it.
 from __future__ import annotations
 
 import logging
-import os
 import random
-import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_jupyter.cache import lending
@@ -18,19 +15,16 @@ from mlx_jupyter.cache.prefix_cache import PrefixCache
 from mlx_jupyter.cache.preview import Preview, preview
 from mlx_jupyter.cache.trace import TraceWriter
 from mlx_jupyter.cache.view import TreeView
-from mlx_jupyter.engine.asked import Asking, Memory
 from mlx_jupyter.engine.budgets import Budgets
-from mlx_jupyter.engine.causes import explained
+from mlx_jupyter.engine.explaining import Explaining
 from mlx_jupyter.engine.filters import DEFAULT, Filters
 from mlx_jupyter.engine.pressure import Measured, Pressure
 from mlx_jupyter.engine.publishing import Published, Publisher
-from mlx_jupyter.engine.storage import Storage
+from mlx_jupyter.engine.storage import Storage, store_place
 from mlx_jupyter.engine.trails import Trails
 from mlx_jupyter.engine.verify import Verification, sample, verify
 from mlx_jupyter.errors import BadRequest, ModelNotFound
-from mlx_jupyter.latch import holding
-from mlx_jupyter.models import allocator, memory, paths
-from mlx_jupyter.models.codec import codec_of
+from mlx_jupyter.models import allocator, memory
 from mlx_jupyter.models.mlx_limits import set_limits, trim_buffers
 from mlx_jupyter.models.pool import LoadedModel, ModelPool
 
@@ -38,47 +32,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from os import PathLike
 
-    import numpy as np
-
-    from mlx_jupyter.cache.plan import Cause
-    from mlx_jupyter.cache.view import MarkKind
-    from mlx_jupyter.conversation.answer import Answer
     from mlx_jupyter.engine.history import History
-    from mlx_jupyter.engine.request import Request
     from mlx_jupyter.engine.status import MemoryUse
     from mlx_jupyter.models.adapters import Adapter
     from mlx_jupyter.models.info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-STORE = "MLX_JUPYTER_STORE"
-"""The variable that turns the page store off for a whole process, whatever was asked for."""
-
-
 SAVING = 2.0
 """Seconds that a model's end may take to save what isn't on disk yet; a kernel that takes longer to
 shut down than 5 s is killed."""
 
 
-def store_place(store: bool | str | PathLike[str] | None) -> Path | None:
-    """The page store's directory, which need not be there yet; None when it is off.
-
-    Args:
-        store: as ``Engine``'s.
-
-    Raises:
-        BadRequest: it is no place.
-    """
-    if isinstance(store, str) and not store.strip():
-        raise BadRequest("store takes a directory, True or False, not an empty text.")
-    if store is False or os.environ.get(STORE, "").strip().casefold() in ("off", "0", "false"):
-        return None
-    if store is None or store is True:
-        return paths.pages()
-    return Path(store).expanduser().absolute()
-
-
-class Workshop:
+class Workshop(Explaining):
     """See the module; arguments as ``Engine``'s.
 
     Attributes:
@@ -101,13 +67,12 @@ class Workshop:
         store: bool | str | PathLike[str] | None = None,
         store_bytes: int | None = None,
     ) -> None:
+        super().__init__()
         self.storage = Storage(store_place(store), store_bytes)
         self.exact = exact
         self.clock = clock
         self.trace = TraceWriter(trace) if trace is not None else None
-        self.memory = Memory()
         self.trails = Trails()
-        self.tokenizing = threading.RLock()  # fast tokenizers can't be used by two threads at once
         self._publisher = Publisher(clock, memory_limit)
         self._budgets = Budgets(cache_bytes, memory_limit)
         self._measured: dict[str, Measured] = {}
@@ -310,56 +275,6 @@ class Workshop:
     def tree(self, name: str) -> TreeView:
         """The prefix cache of a model as last published, or an empty one. From any thread."""
         return self.published.trees.get(name) or TreeView(model=name)
-
-    def explained(
-        self,
-        why: tuple[Cause, ...],
-        loaded: LoadedModel,
-        request: Request,
-        ids: np.ndarray,
-        marks: Sequence[tuple[int, MarkKind]],
-        tree: TreeView,
-    ) -> tuple[Cause, ...]:
-        """A plan's causes with what is known beyond token ids, or as they are. From any thread.
-
-        Args:
-            why: the plan's.
-            loaded: the model that serves it.
-            request: what was asked.
-            ids: the prompt's, int32, shape (prompt,).
-            marks: (offset, kind) where blocks end in it.
-            tree: the view that the plan was made on.
-        """
-        tokenizer = loaded.tokenizer if request.tokens is None else None
-
-        def decode(some: Sequence[int]) -> str:
-            return holding(self.tokenizing, lambda: codec_of(tokenizer).decode(some))
-
-        try:
-            asking = Asking.of(loaded.info.name, request, ids, marks)
-            former = self.memory.of(request.owner)
-            return explained(
-                why, asking, former, tree.root, decode if tokenizer is not None else None
-            )
-        except Exception:  # no prompt fails because of its explanation
-            log.debug("a cause couldn't be refined", exc_info=True)
-            return why
-
-    def remember(
-        self,
-        loaded: LoadedModel,
-        request: Request,
-        ids: np.ndarray,
-        marks: Sequence[tuple[int, MarkKind]],
-        answer: Answer,
-    ) -> None:
-        """Keep what the owner's next request will be compared with; arguments as above."""
-        try:
-            asking = Asking.of(loaded.info.name, request, ids, marks)
-            root = self.tree(loaded.info.name).root
-            self.memory.keep(asking, answer.text, answer.tokens, root)
-        except Exception:
-            log.debug("a request couldn't be remembered", exc_info=True)
 
     def release(self, owner: str) -> None:
         """Let go of an owner in every cache."""
