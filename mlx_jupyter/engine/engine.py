@@ -71,7 +71,8 @@ class Engine(Upkeep):
         tokenizer: its tokenizer; without one only token prompts work.
         cache_bytes: what a model's live cache, pages and snapshots may take together; by default
             a share of what is free once the weights are in.
-        memory_limit: MLX's memory limit in bytes; MLX's own default when None.
+        memory_limit: bytes that MLX's arrays may take together; only the machine bounds them when
+            None. For it models are unloaded, caches shrunk and chunks shortened.
         context: tokens that fit, where that is less than the model's own limit.
         store: where cached tokens of models loaded by name outlive the engine: a directory, by
             default ``pages`` in the package's cache directory; False for nowhere. The environment

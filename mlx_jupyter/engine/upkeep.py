@@ -86,16 +86,17 @@ class Upkeep(EngineBase):
     def pin(self, name: str) -> int:
         """Never give up what a branch (``"@name"``) or cell needs; bytes that this holds now.
 
-        Pinned bytes count in the budget; when they fill it, everything else is recomputed.
+        Pinned bytes count in the budget; when they fill it, everything else is recomputed. The name
+        of a loaded model pins that: it is never sent away for another one.
 
         Raises:
-            BadRequest: nothing is cached for it.
+            BadRequest: nothing is cached for it, and no such model is loaded.
         """
         pinned: int = self._thread.call(lambda: self._shop.pin(name))
         return pinned
 
     def unpin(self, name: str) -> None:
-        """Let a pinned branch or cell be given up again when room is needed.
+        """Let a pinned branch, cell or model be given up again when room is needed.
 
         Raises:
             BadRequest: it isn't pinned.
