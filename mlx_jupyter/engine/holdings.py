@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from mlx_jupyter.cache.view import TreeView
     from mlx_jupyter.models.pool import LoadedModel
 
-LARGEST = 20_000
-"""Things in a cache beyond which what goes next isn't looked for at each publishing."""
+LARGEST = 2_000
+"""Things in a cache beyond which what goes next isn't looked for at each publishing: running the
+policy over so many takes some ten milliseconds. A preview of a budget still tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Holding:
         may_go: it may be: it isn't pinned, and it could come back.
         used: grows with each use of any model; the smallest goes first.
         used_at: when it was used last, by the engine's clock.
-        next: what its cache would give up first, in words; empty when there is nothing.
+        next: what its cache would give up first, in words; empty when there is nothing, or too much
+            to look at.
     """
 
     name: str
