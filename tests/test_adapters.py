@@ -91,8 +91,9 @@ def test_without_a_name_it_goes_on_top_of_the_current_one(model_dir: Path, adapt
     with Engine() as engine:
         engine.load(str(model_dir))
         assert ask(engine, adapter=str(adapter)).model == "tiny+poet"
-        assert ask(engine, adapter=str(adapter)).usage.prefilled == 1  # now that one is current
-        assert len(engine.models()) == 2
+        assert ask(engine, adapter=str(adapter)).usage.prefilled == 1
+        assert [m.name for m in engine.models()] == ["tiny", "tiny+poet"]
+        assert ask(engine).model == "tiny"  # an option of one request changes nothing else
 
 
 def test_it_computes_what_mlx_lm_does(model_dir: Path, adapter: Path) -> None:

@@ -417,3 +417,17 @@ def test_packed_and_unpacked_default_model_agree(real_model_dir, monkeypatch):
     monkeypatch.setattr(precision, "UNPACK_LIMIT", 0)
     packed = np.array(ModelPool().load(str(real_model_dir)).model(ids)[0, -1])
     assert np.abs(packed - unpacked).max() < 1e-3
+
+
+def test_a_model_for_one_request_leaves_the_current_one(tmp_path):
+    pool, directory = ModelPool(), model_dir(tmp_path)
+    first = pool.load(str(directory), current=False)
+    assert pool.current is first, "there was none"
+    second = pool.adopt(FakeModel(), None, name="second")
+    assert pool.load("tiny", current=False) is first
+    assert pool.current is second
+    pool.unload("tiny")
+    again = pool.load(str(directory), current=False)
+    assert pool.current is second
+    assert pool.models() == (again, second)
+    assert again.used > second.used

@@ -124,6 +124,8 @@ def adapted(
     request: Request,
     progress: Callable[[str, int, int], None],
     cancelled: Callable[[], bool],
+    *,
+    current: bool,
 ) -> LoadedModel:
     """The model that a request names with its adapter, loaded if need be.
 
@@ -137,7 +139,7 @@ def adapted(
     if base is not None and base.files is None:
         raise BadRequest(f"{base.info.name} was given as an object: it takes no adapter.")
     name = request.model or (base.info.name if base is not None else DEFAULT_MODEL)
-    return shop.load(name, progress, cancelled, adapter)
+    return shop.load(name, progress, cancelled, adapter, current=current)
 
 
 @dataclass(slots=True)
@@ -298,10 +300,11 @@ class Serve(TicketJob):
             loaded = shop.find(request.model)
             if loaded is None:
                 name = request.model or shop.wanted or DEFAULT_MODEL
-                loaded = shop.load(name, self._progress, self._cancelled)
+                current = request.model is None
+                loaded = shop.load(name, self._progress, self._cancelled, current=current)
             shop.used(loaded)
             return loaded
-        return adapted(shop, request, self._progress, self._cancelled)
+        return adapted(shop, request, self._progress, self._cancelled, current=False)
 
     def _progress(self, text: str, done: int, total: int) -> None:
         self.ticket.emit(Loading(text, done, total))
@@ -368,7 +371,7 @@ class Load(TicketJob):
             return self.ticket.cancelled
 
         if request.adapter is not None:
-            return Loaded(adapted(self.shop, request, progress, cancelled).info)
+            return Loaded(adapted(self.shop, request, progress, cancelled, current=True).info)
         return Loaded(self.shop.load(request.model or DEFAULT_MODEL, progress, cancelled).info)
 
     def _partial(self) -> Answer:

@@ -106,11 +106,15 @@ class Workshop(Explaining):
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
         adapter: Adapter | None = None,
+        *,
+        current: bool = True,
     ) -> LoadedModel:
-        """The model of that name, loaded now if it isn't; it becomes the current one."""
+        """The model of that name, loaded now if it isn't; arguments as ``ModelPool.load``'s."""
         self._limits()
         try:
-            loaded = self._pool.load(name, progress=progress, cancelled=cancelled, adapter=adapter)
+            loaded = self._pool.load(
+                name, progress=progress, cancelled=cancelled, adapter=adapter, current=current
+            )
         except BaseException:
             self._settle()  # some may have gone for it
             self.publish()

@@ -196,6 +196,7 @@ class ModelPool:
         cancelled: Callable[[], bool] = lambda: False,
         trust_remote_code: bool = False,
         adapter: Adapter | None = None,
+        current: bool = True,
     ) -> LoadedModel:
         """Load a model, unless it is loaded, and make it the current one.
 
@@ -205,6 +206,7 @@ class ModelPool:
             cancelled: looked at between steps.
             trust_remote_code: whether the model may bring code of its own.
             adapter: put on top of it; that makes it a model of its own.
+            current: False: one that is current, or away and wanted, stays so.
 
         Raises:
             ModelNotFound: no such model.
@@ -212,6 +214,7 @@ class ModelPool:
             ModelDoesNotFit: not enough memory, even with idle models unloaded.
             Interrupted: ``cancelled`` answered True.
         """
+        before = self.current
         loaded = self.find(name, adapter)
         if loaded is None:
             base = self.find(name) or self._away.get(name)
@@ -224,7 +227,12 @@ class ModelPool:
             loaded = self.find(str(source.path), adapter) or self._load(
                 source, name, progress, cancelled, adapter
             )
-        self.use(loaded)
+        if current or (before is None and self._wanted is None):
+            self.use(loaded)
+        else:
+            self.touch(loaded)
+            if before in self._models:
+                self._models = [*(m for m in self._models if m is not before), before]
         return loaded
 
     def _load(

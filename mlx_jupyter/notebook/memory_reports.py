@@ -63,7 +63,7 @@ def ps(now: Status) -> Report:
         else "No model may be sent away for another one."
     ]
     notes += [f"Next to go from the cache of {e.name}: {e.next}." for e in now.holdings if e.next]
-    notes += [f"{name}: {value}." for name, value in memory_rows(now)[2:]]
+    notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in memory_rows(now)[2:]]
     return Report(
         head=("model", "weights", "cache", "context", "last used", "may go"),
         rows=rows,

@@ -36,7 +36,7 @@ class Report:
         title: one line above it; may be empty.
         head: column titles; empty for name and value pairs.
         rows: its cells.
-        note: a line below it.
+        note: lines below it.
         data: what it was made from, for programs.
     """
 
@@ -65,7 +65,7 @@ class Report:
             )
             top = f"<thead><tr>{head}</tr></thead>" if head else ""
             parts.append(f"<table>{top}<tbody>{body}</tbody></table>")
-        parts += [f"<div>{_escape(self.note)}</div>"] if self.note else []
+        parts += [f"<div>{_escape(line)}</div>" for line in self.note.splitlines()]
         return "".join(parts)
 
 
