@@ -431,3 +431,12 @@ def test_a_model_for_one_request_leaves_the_current_one(tmp_path):
     assert pool.current is second
     assert pool.models() == (again, second)
     assert again.used > second.used
+
+
+def test_a_load_leaves_the_random_numbers_where_they_stood(tmp_path):
+    pool, directory = ModelPool(), model_dir(tmp_path)
+    mx.random.seed(7)
+    mx.random.uniform()
+    before = mx.random.state[0].tolist()
+    pool.load(str(directory))
+    assert mx.random.state[0].tolist() == before

@@ -38,7 +38,7 @@ def read(source: Source) -> tuple[Any, Any, dict[str, Any]]:
 
     trust = source.trust_remote_code
     try:
-        with _quiet_transformers():
+        with _quiet_transformers(), _random_as_it_was():
             model, config = load_model(source.path, lazy=True, trust_remote_code=trust)
             tokenizer = load_tokenizer(
                 source.path,
@@ -111,3 +111,20 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _random_as_it_was() -> Iterator[None]:
+    """Leave MLX's random numbers where they stood.
+
+    A model's layers draw weights before they get their own. Nothing evaluates those, so each load
+    would leave a chain of some hundred splits of the key behind, about a megabyte, for good.
+    """
+    import mlx.core as mx
+
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)
