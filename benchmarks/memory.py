@@ -4,6 +4,7 @@
 
 Branches from one prefix on a model of full layers, a long conversation on a sliding-window model
 with and without a budget, and MLX's peak over all of it. Random weights; ``--small`` for a look.
+Without it ``memory_truth.py`` runs too: what is reported against what the system says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import argparse
 import gc
 import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 from mlx_jupyter import blas
 
@@ -171,6 +175,12 @@ def main() -> None:
     )
     half = used[len(used) // 2]
     print(f"| the same: bytes after the last turn ÷ after half | {used[-1] / half:.3f} | flat |")
+
+    if not small:
+        print(flush=True)
+        # What is reported against what the system says needs a process that held nothing else.
+        truth = Path(__file__).with_name("memory_truth.py")
+        subprocess.run([sys.executable, str(truth)], check=True)
 
 
 if __name__ == "__main__":
