@@ -24,6 +24,13 @@ ORDINARY_HOME = ("real", "kernel", "browser")
 """Markers of tests that use the ordinary cache directory, so that the model is fetched once."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers a file's tests stay together, and so do all that drive a browser."""
+    for item in items:
+        together = "browser" if item.get_closest_marker("browser") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(together))
+
+
 @pytest.fixture(scope="session")
 def real_model_dir() -> Path:
     """The embedded default model as an MLX directory, in the ordinary cache directory."""
