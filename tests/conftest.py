@@ -66,3 +66,31 @@ def engine(model):
 
     with fake_engine(model) as made:
         yield made
+
+
+@pytest.fixture
+def shell(engine, tmp_path, monkeypatch):
+    """A shell of this process with the extension loaded, around the test's ``engine``."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from mlx_jupyter import runtime
+
+    monkeypatch.chdir(tmp_path)
+    made = InteractiveShell()
+    made.history_manager.enabled = False
+    made.run_line_magic("load_ext", "mlx_jupyter")
+    yield made
+    made.run_line_magic("unload_ext", "mlx_jupyter")
+    runtime.watch(None)
+
+
+@pytest.fixture
+def run(shell):
+    """Run a cell that has to succeed; its result."""
+
+    def run(cell):
+        result = shell.run_cell(cell, store_history=True)
+        assert result.success, result.error_before_exec or result.error_in_exec
+        return result.result
+
+    return run

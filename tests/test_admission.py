@@ -121,7 +121,7 @@ def test_two_models_budgets_fit_what_is_there_and_grow_again(two):
         engine.load(str(two[1]))
         both = [each.budget for each in engine.status().holdings]
         assert len(both) == 2
-        assert sum(both) <= memory.admissible() + (1 << 20)
+        assert sum(both) <= memory.free_within(None) + (1 << 20)
         assert max(both) < 0.6 * alone
         engine.set_budget(1 << 20, "first")
         assert {each.name: each.budget for each in engine.status().holdings}["first"] == 1 << 20

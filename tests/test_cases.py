@@ -20,6 +20,7 @@ from fakes import FakeModel
 from mlx_jupyter.cache import layers as ly
 from mlx_jupyter.cache.arrays import arrays_in
 from mlx_jupyter.conversation.answer import Message
+from mlx_jupyter.engine.budgets import Budgets, divided
 from mlx_jupyter.engine.engine import Engine
 from mlx_jupyter.engine.request import Request, Ticket
 from mlx_jupyter.models import memory
@@ -142,6 +143,11 @@ def test_five_hundred_requests_stay_in_memory(name: str) -> None:
     assert most <= (weights + budget) * 1.05
 
 
+def default_budget() -> int:
+    """What a single model's cache may take when the user set nothing."""
+    return divided(["one"], {}, None, Budgets(None, None).room({}, 0))["one"]
+
+
 @pytest.mark.parametrize("machine", [8, 16, 64, 512])
 @pytest.mark.parametrize("taken", [0.0, 0.3, 0.6, 0.9])
 def test_the_default_budget_fits_the_machine(
@@ -152,7 +158,7 @@ def test_the_default_budget_fits_the_machine(
     free = int(limit * (1 - taken))
     now = memory.Memory(limit - free, limit - free, 0, limit, free, "cpu")
     monkeypatch.setattr(memory, "measured", lambda: now)
-    budget = memory.default_cache_bytes()
+    budget = default_budget()
     assert budget <= max(memory.LEAST_CACHE, (free - memory.RESERVE * limit) / 2)
     assert budget >= memory.LEAST_CACHE
     if taken <= 0.6:
@@ -163,4 +169,4 @@ def test_a_full_machine_still_gets_the_least_budget(monkeypatch: pytest.MonkeyPa
     """A conversation of some pages must fit even when nothing seems to be free."""
     now = memory.Memory(0, 0, 0, 8 * GIB, 0, "cpu")
     monkeypatch.setattr(memory, "measured", lambda: now)
-    assert memory.default_cache_bytes() == memory.LEAST_CACHE
+    assert default_budget() == memory.LEAST_CACHE

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
 
 import mlx_jupyter
 from fakes import FakeModel, fake_engine
@@ -50,29 +49,6 @@ def engine(notes):
         runtime.set_engine(made)
         yield made
         runtime.set_engine(before)
-
-
-@pytest.fixture
-def shell(engine, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = InteractiveShell()
-    made.history_manager.enabled = False
-    made.run_line_magic("load_ext", "mlx_jupyter")
-    yield made
-    made.run_line_magic("unload_ext", "mlx_jupyter")
-    runtime.watch(None)
-
-
-@pytest.fixture
-def run(shell):
-    """Run a cell that has to succeed; its result."""
-
-    def run(cell):
-        result = shell.run_cell(cell, store_history=True)
-        assert result.success, result.error_before_exec or result.error_in_exec
-        return result.result
-
-    return run
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from fake_tokenizer import chatml_tokenizer
 from fakes import FakeModel, fake_engine
@@ -61,27 +60,6 @@ def engine(gate: Gate):
         runtime.set_engine(made)
         yield made
         runtime.set_engine(before)
-
-
-@pytest.fixture
-def shell(engine, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = InteractiveShell()
-    made.history_manager.enabled = False
-    made.run_line_magic("load_ext", "mlx_jupyter")
-    yield made
-    made.run_line_magic("unload_ext", "mlx_jupyter")
-    runtime.watch(None)
-
-
-@pytest.fixture
-def run(shell):
-    def run(cell):
-        result = shell.run_cell(cell, store_history=True)
-        assert result.success, result.error_before_exec or result.error_in_exec
-        return result.result
-
-    return run
 
 
 BOTH = "-m model -m b"

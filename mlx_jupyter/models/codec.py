@@ -184,10 +184,6 @@ class Codec:
                 chunk.ids = self._apart(chunk)
         return Encoded(self, chunks)
 
-    def holds_control(self, text: str) -> bool:
-        """Whether a control token's text stands in ``text``."""
-        return self.pattern.search(text) is not None
-
     def _chunks(self, spans: Iterable[Span]) -> Iterator[_Chunk]:
         at = 0
         chunk = _Chunk(0)

@@ -172,16 +172,6 @@ def weights_bytes(model: Any) -> int:
     return int(mx.get_array_buffer_size(list(arrays.values()))) if arrays else 0
 
 
-def admissible() -> int:
-    """Bytes that a new model may take now: what is free, less the reserve."""
-    return free_within(None)
-
-
 def default_host_bytes() -> int:
     """What prefix caches may take of the host's memory; 0 where the device's is the same."""
     return int(measured().system_free * HOST_SHARE) if discrete() else 0
-
-
-def default_cache_bytes() -> int:
-    """A budget for prefix caches that fits this machine; ask after the weights are loaded."""
-    return max(LEAST_CACHE, int(admissible() * CACHE_SHARE))
