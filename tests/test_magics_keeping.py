@@ -17,7 +17,7 @@ from mlx_jupyter.engine.thread import EngineThread
 from mlx_jupyter.errors import Cancelled
 from mlx_jupyter.notebook import options
 from test_keeping import home, known_as
-from test_magics import fails, notes, run, shell
+from test_magics import fails, notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
