@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mlx_jupyter.engine.engine import Engine
 
-__all__ = ["fails", "home", "notes", "run", "shell"]
+__all__ = ["fails", "home", "notes"]
 
 
 @pytest.fixture
