@@ -5,11 +5,15 @@ acquisition and the block that would release it (inside ``threading.Event`` and 
 from Python 3.14 on at any ``with lock``). Whoever wants the lock next then hangs, which here would
 be the engine. So waiters share no lock with the engine: each waits in a queue of its own,
 implemented in C, and what both sides touch are single operations of built-in containers.
+
+A signal that lands just before a wait in C, or on another thread, doesn't end that wait, and its
+handler runs only when Python goes on. So every wait looks up now and then.
 """
 
 from __future__ import annotations
 
 import queue
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -20,6 +24,23 @@ Bell = queue.SimpleQueue[None]
 """What one waiter waits on."""
 
 T = TypeVar("T")
+
+GLANCE = 0.1
+"""Seconds of waiting after which a signal is noticed that didn't end the wait."""
+
+
+def heard(bell: Bell, timeout: float | None = None) -> bool:
+    """Wait for a bell; False when ``timeout`` seconds passed first."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = GLANCE if end is None else end - time.monotonic()
+        try:
+            bell.get(timeout=max(min(GLANCE, left), 0))
+        except queue.Empty:
+            if end is not None and time.monotonic() >= end:
+                return False
+        else:
+            return True
 
 
 class Latch:
@@ -47,9 +68,7 @@ class Latch:
         try:
             self._waiters.add(bell)
             if not self._set:  # else it was set before it could see the bell
-                bell.get(timeout=timeout)
-        except queue.Empty:
-            pass
+                heard(bell, timeout)
         finally:
             self._waiters.discard(bell)
         return self._set

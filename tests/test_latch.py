@@ -114,3 +114,33 @@ def test_what_the_work_raises_frees_the_lock_too() -> None:
         holding(lock, lambda: 1 // 0)
     assert not lock._is_owned()
     assert holding(lock, lambda: 5) == 5
+
+
+@pytest.mark.parametrize("wait", ["latch", "result", "events"])
+def test_a_signal_that_doesnt_end_a_wait_in_c_is_seen_all_the_same(wait: str) -> None:
+    """As one that lands just before the wait: here another thread is the one it disturbs."""
+    latch, ticket = Latch(), Ticket(Request(tokens=(1,)))
+    raised, waiting = threading.Event(), threading.Event()
+    in_time = []
+
+    def disturb() -> None:
+        waiting.wait(HANG)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        in_time.append(raised.wait(10))
+        latch.set()
+        ticket.emit(Done(ticket.partial()))
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come at once
+            waiting.set()
+            {"latch": latch.wait, "result": ticket.result, "events": lambda: list(ticket.events())}[
+                wait
+            ]()
+    finally:
+        raised.set()
+        thread.join(HANG)
+        signal.signal(signal.SIGINT, before)
+    assert in_time == [True]

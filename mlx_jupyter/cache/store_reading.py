@@ -13,6 +13,8 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+from mlx_jupyter.latch import GLANCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
@@ -29,9 +31,6 @@ AHEAD = 64 << 20
 THREADS = 4
 """Files that are read at once: copying and checking one keeps a processor busy."""
 
-
-GLANCE = 0.05
-"""Seconds between two looks at whether to stop, while nothing comes."""
 
 PATIENCE = 2.0
 """Seconds that a thread has to end its read of a piece; a disk that takes longer doesn't answer."""

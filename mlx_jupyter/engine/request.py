@@ -16,7 +16,7 @@ from mlx_jupyter.engine.options import DEFAULTS as DEFAULTS
 from mlx_jupyter.engine.options import Options as Options
 from mlx_jupyter.engine.options import whole
 from mlx_jupyter.errors import BadRequest
-from mlx_jupyter.latch import Bell, Latch
+from mlx_jupyter.latch import Bell, Latch, heard
 from mlx_jupyter.models.messages import normalise
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Ticket:
             self._readers.add(bell)
             while True:
                 while len(self._events) == seen:
-                    bell.get()
+                    heard(bell)
                 if seen and interval:
                     self._ended.wait(interval)
                 batch = self._events[seen:]

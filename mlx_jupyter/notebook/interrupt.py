@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_jupyter.engine.request import Terminal
+from mlx_jupyter.latch import GLANCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from mlx_jupyter.engine.request import Event
 
 INTERVAL = 0.05  # seconds between two updates of a cell
-GLANCE = 0.1  # seconds
 PATIENCE = 2.0  # seconds after which a further interrupt is raised where it lands
 GRACE = 0.5  # seconds after an interrupted cell in which a second press is let go
 
@@ -109,7 +109,6 @@ class Interrupts:
         ).start()
         while not self.count:
             try:
-                # A signal that lands just before the wait doesn't end it: look again.
                 batch = self._news.get(timeout=GLANCE)
             except Empty:
                 continue
